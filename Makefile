@@ -1,0 +1,37 @@
+# A fresh machine needs Python 3.11+ and make; every target sets up .venv when it has to.
+#   make demo               the built-in target, plain and with each drafter; same output or exit 1
+#   make test               all tests that this machine can run
+#   make check              ruff, ruff format, mypy --strict
+#   make clean              removes .venv and caches of the tools
+# PYTHON=python3.12 chooses the interpreter, ARGS="..." goes on to the command.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check clean
+
+demo: $(STAMP)
+	$(BIN)/peagle demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last, so an interrupted install is done again.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is not Python 3.11 or newer" >&2; \
+	    echo "hint: make PYTHON=/path/to/python3.12" >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@

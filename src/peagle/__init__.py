@@ -1,0 +1,25 @@
+"""peagle: lossless parallel speculative decoding. `LLM` and `SamplingParams` as in vLLM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from peagle.engine.llm import LLM
+    from peagle.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy: `import peagle` and `peagle --help` must not pay for torch.
+    if name == "LLM":
+        from peagle.engine.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from peagle.sampling_params import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'peagle' has no attribute {name!r}")

@@ -1,0 +1,111 @@
+"""What the engine and its drafter are told at start. Each default stands here and nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args
+
+from peagle.errors import ConfigError
+
+Method = Literal["p-eagle", "eagle3", "ngram", "none"]
+Verification = Literal["coupled", "rejection"]
+
+MAX_SPECULATIVE_TOKENS = 64
+DEFAULT_SPECULATIVE_TOKENS = 5
+
+_Config = TypeVar("_Config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Which drafter runs and how far ahead it drafts; vLLM's keys where vLLM has one.
+
+    `verification` says how drafts of sampled requests are judged. "coupled": target and drafter
+    share the noise of each position, so a seed gives the same tokens with any drafter or none.
+    "rejection": classic rejection sampling, a few more accepted tokens, equal only in law.
+    """
+
+    method: Method | None = None  # None: what the head says it is
+    model: str | None = None
+    num_speculative_tokens: int | None = None  # None: the head's own advice, else the default
+    prompt_lookup_max: int = 4  # ngram: longest suffix that is looked up
+    prompt_lookup_min: int = 2
+    verification: Verification = "coupled"
+
+    def __post_init__(self) -> None:
+        _check_choice("method", self.method, (*get_args(Method), None))
+        _check_choice("verification", self.verification, get_args(Verification))
+        k = self.num_speculative_tokens
+        if k is not None and not 1 <= k <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"num_speculative_tokens={k} is out of range",
+                hint=f"use 1 to {MAX_SPECULATIVE_TOKENS}, or method none to turn speculation off",
+            )
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min={self.prompt_lookup_min} and "
+                f"prompt_lookup_max={self.prompt_lookup_max} leave no n-gram length",
+                hint="use 1 <= prompt_lookup_min <= prompt_lookup_max",
+            )
+        needs_head = self.method in ("p-eagle", "eagle3")
+        if needs_head and self.model is None:
+            raise ConfigError(
+                f"method {self.method} needs a head", hint="give model (--spec-model HEAD)"
+            )
+        if self.method in ("ngram", "none") and self.model is not None:
+            raise ConfigError(
+                f"method {self.method} takes no head, but model={self.model!r} was given",
+                hint="drop one of the two",
+            )
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> SpeculativeConfig:
+        """Reads vLLM's `--speculative-config`: its `eagle3` + `parallel_drafting` is p-eagle."""
+        options = dict(options)
+        if options.pop("parallel_drafting", False) and options.get("method") in ("eagle3", None):
+            options["method"] = "p-eagle"
+        return from_mapping(cls, options, "speculative_config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes and limits of one engine."""
+
+    dtype: str = "auto"  # float32 on CPU, bfloat16 on GPU
+    device: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None  # None: the target's own context length
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 1024
+    block_size: int = 16
+    kv_cache_memory_bytes: int = 2 << 30  # an upper bound; pages are touched only when used
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is out of range", hint="use >= 1")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(f"max_model_len={self.max_model_len} leaves no room for an answer")
+
+
+def from_mapping(cls: type[_Config], options: Mapping[str, Any], where: str) -> _Config:
+    """Builds a config dataclass; an unknown key is an error that names the nearest one."""
+    assert dataclasses.is_dataclass(cls)
+    known = [f.name for f in dataclasses.fields(cls)]
+    for key in options:
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1)
+            raise ConfigError(
+                f"unknown key {key!r} in {where}",
+                hint=f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(known)}",
+            )
+    return cls(**options)
+
+
+def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        names = ", ".join(str(a) for a in allowed if a is not None)
+        raise ConfigError(f"{name}={value!r} is unknown", hint=f"use one of: {names}")

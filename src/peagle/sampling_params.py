@@ -1,0 +1,113 @@
+"""How one request is sampled: vLLM's names, vLLM's meanings, checked on construction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from peagle.errors import RequestError
+
+# Below this a softmax in float32 is an argmax with overflow risk; vLLM draws the line here too.
+GREEDY_TEMPERATURE = 1e-5
+MAX_LOGPROBS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Parameters of one request. Every combination is lossless under speculation.
+
+    `num_speculative_tokens` is ours: None takes the engine's K, 0 turns speculation off for
+    this request, 1..K asks for fewer drafts.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0  # 0 or -1: all tokens
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: Sequence[str] = ()
+    min_tokens: int = 0
+    max_tokens: int | None = 16  # None: up to the context length
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; 0: the chosen token's; n: the n best as well
+    skip_special_tokens: bool = True
+    num_speculative_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        _check_numbers(self)
+        _check_lists(self)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _check_numbers(p: SamplingParams) -> None:
+    _require(p.n >= 1, "n", p.n, "at least 1")
+    _require(0.0 <= p.temperature < float("inf"), "temperature", p.temperature, "0 or more")
+    _require(p.top_k >= -1, "top_k", p.top_k, "0 or -1 for all tokens, or a positive count")
+    _require(0.0 < p.top_p <= 1.0, "top_p", p.top_p, "in (0, 1]")
+    _require(0.0 <= p.min_p <= 1.0, "min_p", p.min_p, "in [0, 1]")
+    _require(
+        0.0 < p.repetition_penalty <= 2.0, "repetition_penalty", p.repetition_penalty, "in (0, 2]"
+    )
+    for name, value in (
+        ("presence_penalty", p.presence_penalty),
+        ("frequency_penalty", p.frequency_penalty),
+    ):
+        _require(-2.0 <= value <= 2.0, name, value, "in [-2, 2]")
+    _require(p.min_tokens >= 0, "min_tokens", p.min_tokens, "0 or more")
+    if p.max_tokens is not None:
+        _require(p.max_tokens >= 1, "max_tokens", p.max_tokens, "at least 1")
+        if p.min_tokens > p.max_tokens:
+            raise RequestError(
+                f"min_tokens={p.min_tokens} is more than max_tokens={p.max_tokens}",
+                hint="lower min_tokens or raise max_tokens",
+            )
+    if p.logprobs is not None:
+        _require(0 <= p.logprobs <= MAX_LOGPROBS, "logprobs", p.logprobs, f"in [0, {MAX_LOGPROBS}]")
+    if p.num_speculative_tokens is not None:
+        _require(
+            p.num_speculative_tokens >= 0,
+            "num_speculative_tokens",
+            p.num_speculative_tokens,
+            "0 (off for this request) or more",
+        )
+    if p.greedy and p.n > 1:
+        raise RequestError(
+            f"n={p.n} with temperature=0 would return the same answer {p.n} times",
+            hint="set a temperature above 0, or n=1",
+        )
+
+
+def _check_lists(p: SamplingParams) -> None:
+    if any(not s for s in p.stop_strings):
+        raise RequestError("stop contains an empty string", hint="remove it")
+    if any(not word.strip() for word in p.bad_words):
+        raise RequestError("bad_words contains an empty word", hint="remove it")
+    for token_id, bias in p.logit_bias.items():
+        if not (isinstance(token_id, int) and token_id >= 0):
+            raise RequestError(f"logit_bias key {token_id!r} is not a token id")
+        if not -100.0 <= bias <= 100.0:
+            raise RequestError(
+                f"logit_bias of token {token_id} is {bias}", hint="use a value in [-100, 100]"
+            )
+
+
+def _require(ok: bool, name: str, value: object, allowed: str) -> None:
+    if not ok:
+        raise RequestError(f"{name}={value} is out of range", hint=f"use a value {allowed}")

@@ -1,0 +1,31 @@
+"""Deterministic property tests, and a visible skip where a marker's resource is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# A CI machine's speed must not decide whether a property holds; a failure must come back.
+settings.register_profile(
+    "peagle",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("peagle")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not _has_cuda():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
+            item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
