@@ -16,9 +16,10 @@ PACKAGE = Path(peagle.__file__).parent
 
 # Lowest first; a module may import from its own layer or a lower one.
 LAYERS = (
-    {"config", "errors", "sampling_params", "log", "provenance"},
+    {"cache", "config", "errors", "sampling_params", "log", "provenance"},
     {"speculation", "data"},
     {"outputs"},  # results carry their acceptance statistics
+    {"kernels"},
     {"models"},
     {"checkpoints"},
     {"engine"},

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from peagle.cache import cache_folder
 from peagle.checkpoints.files import (
     atomic_folder,
-    cache_folder,
     iter_tensors,
     read_json,
     tensor_names,

