@@ -1,0 +1,13 @@
+"""nn.Modules used unchanged by training and by the engine.
+
+config      sizes of a decoder, read from a transformers config
+attention   the attention seam: modules project, an Attention object attends
+layers      RMSNorm, rotary embedding, attention block, MLP, decoder layer
+target      the native target (Llama, SmolLM, Mistral, Qwen2, Qwen3)
+head_config what a head's config.json says
+eagle       the network that P-EAGLE and EAGLE-3 share
+masks       who may attend to whom in training, as named predicates
+rollouts    (anchor, depth) elements of parallel prediction, as flat rows
+drafter     the Drafter seam: DraftBatch in, Draft out
+p_eagle, eagle3, ngram   the three drafters
+"""

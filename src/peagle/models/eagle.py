@@ -1,0 +1,193 @@
+"""The network that P-EAGLE and EAGLE-3 share: one definition for training and for serving.
+
+A row pairs the embedding of the token at p+1 with the target's feature at p, and predicts the
+token at p+2. Layer 0 reads [embedding ; feature], 2H wide; later layers are plain decoder layers.
+P-EAGLE adds the mask embedding and the mask hidden, which stand in where neither is known yet.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from peagle.errors import HeadError
+from peagle.models.attention import Attention
+from peagle.models.config import DecoderConfig
+from peagle.models.head_config import HeadConfig
+from peagle.models.layers import (
+    DecoderLayer,
+    GatedMLP,
+    RMSNorm,
+    RotaryEmbedding,
+    Rotation,
+    SelfAttention,
+    at_least_float32,
+)
+from peagle.models.target import TargetModel
+
+
+class SharedTables(NamedTuple):
+    """The target's tables that a compact head borrows. No module: they are never the head's."""
+
+    embed_tokens: nn.Embedding
+    lm_head: nn.Linear
+
+
+class FirstLayer(nn.Module):
+    """Layer 0: attends over [embedding ; feature], each with a norm of its own."""
+
+    def __init__(self, config: DecoderConfig, norm_before_residual: bool) -> None:
+        super().__init__()
+        self.norm_before_residual = norm_before_residual
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = SelfAttention(config, 0, 2 * config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def forward(
+        self, embeddings: Tensor, features: Tensor, rotation: Rotation, attention: Attention
+    ) -> Tensor:
+        normed = self.hidden_norm(features)
+        residual = normed if self.norm_before_residual else features
+        x = torch.cat((self.input_layernorm(embeddings), normed), dim=-1)  # [N, 2H]
+        x = residual + self.self_attn(x, rotation, attention)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class EagleNetwork(nn.Module):
+    """Rows in, hidden states out. Which rows, and what follows from them, is the caller's."""
+
+    target_ids: Tensor  # [Vd]: the target's id of each draft id
+
+    def __init__(self, config: HeadConfig, shared: SharedTables) -> None:
+        super().__init__()
+        self.config = config
+        self.shared = shared
+        decoder = config.decoder()
+        size = config.hidden_size
+        num_taps = len(config.aux_hidden_state_layer_ids)
+        self.fc = nn.Linear(num_taps * config.target_hidden_size, size, bias=False)
+        self.layers = nn.ModuleList(
+            [FirstLayer(decoder, config.norm_before_residual)]
+            + [DecoderLayer(decoder, layer) for layer in range(1, config.num_hidden_layers)]
+        )
+        self.norm = RMSNorm(size, config.rms_norm_eps)
+        self.rotary = RotaryEmbedding(decoder)
+        self.embed_tokens = (
+            nn.Embedding(config.vocab_size, size) if config.has_embed_tokens else None
+        )
+        self.lm_head = (
+            nn.Linear(size, config.draft_vocab_size, bias=False) if config.has_lm_head else None
+        )
+        if config.method == "p-eagle":
+            self.mask_embedding = nn.Parameter(torch.zeros(size))
+            self.mask_hidden = nn.Parameter(torch.zeros(self.fc.in_features))
+        self._output_rows: Tensor | None = None
+        self.register_buffer("target_ids", torch.arange(config.draft_vocab_size), persistent=False)
+
+    def features(self, taps: Tensor) -> Tensor:
+        """The target's tapped hidden states [N, 3H] -> features [N, H]."""
+        out: Tensor = self.fc(taps)
+        return out
+
+    def mask_feature(self) -> Tensor:
+        """The feature [H] of every mask row: fc of the one learned hidden state."""
+        return self.features(self.mask_hidden)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        table = self.shared.embed_tokens if self.embed_tokens is None else self.embed_tokens
+        out: Tensor = table(token_ids)
+        return out
+
+    def forward(
+        self, embeddings: Tensor, features: Tensor, positions: Tensor, attention: Attention
+    ) -> Tensor:
+        """[N, H] twice and positions [N] -> hidden states [N, H] before the final norm."""
+        rotation = self.rotary(positions, features.dtype)
+        x = self.layers[0](embeddings, features, rotation, attention)
+        for layer in self.layers[1:]:
+            x = layer(x, rotation, attention)
+        return x  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states before the final norm [N, H] -> draft logits [N, Vd]."""
+        return at_least_float32(F.linear(self.norm(hidden), self.output_weight()))
+
+    def output_weight(self) -> Tensor:
+        """[Vd, H]: the head's own output table, or its share of the target's."""
+        if self.lm_head is not None:
+            return self.lm_head.weight
+        table = self.shared.lm_head.weight
+        if not self.config.reduced_vocabulary:
+            return table
+        if self._output_rows is None:  # the target's table never changes: gathered once
+            with torch.inference_mode(False), torch.no_grad():
+                rows = table[self.target_ids]
+                self._output_rows = rows.t().contiguous().t() if rows.is_cpu else rows
+        return self._output_rows
+
+
+def shared_tables(target: TargetModel) -> SharedTables:
+    return SharedTables(target.embed_tokens, target.lm_head)
+
+
+def initialise(
+    network: EagleNetwork,
+    target: TargetModel,
+    generator: torch.Generator,
+    *,
+    from_target: bool = False,
+) -> None:
+    """Starting weights for training: small matrices, tables and final norm from the target.
+
+    The mask embedding starts at the mean of the table, a point that no token occupies, and the
+    mask hidden at small noise: zeros would make layer 0's norm divide nothing by nothing.
+    `from_target` also copies the target's last layers; see `copy_last_layers`.
+    """
+    with torch.no_grad():
+        for module in network.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.normal_(0.0, 0.02, generator=generator)
+        if network.embed_tokens is not None:
+            network.embed_tokens.weight.copy_(target.embed_tokens.weight)
+        if network.lm_head is not None:
+            network.lm_head.weight.copy_(target.lm_head.weight[network.target_ids])
+        if network.norm.weight.shape == target.norm.weight.shape:
+            network.norm.weight.copy_(target.norm.weight)
+        if network.config.method == "p-eagle":
+            network.mask_embedding.copy_(target.embed_tokens.weight.mean(dim=0))
+            network.mask_hidden.normal_(0.0, 0.02, generator=generator)
+        if from_target:
+            copy_last_layers(network, target)
+
+
+def copy_last_layers(network: EagleNetwork, target: TargetModel) -> None:
+    """Starts the drafter as the target's own last layers, fed with its latest tap.
+
+    The features then begin as the last tapped hidden state, and every layer computes what the
+    target's layer of the same distance from the end computes. Needs the target's sizes.
+    """
+    last = list(target.layers)[-len(network.layers) :]
+    first, source = network.layers[0], last[0]
+    assert isinstance(first, FirstLayer)
+    assert isinstance(source, DecoderLayer)
+    size = network.config.hidden_size
+    if source.self_attn.qkv_proj.bias is not None or source.self_attn.q_norm is not None:
+        raise HeadError(
+            "copy_target_layers needs a target without qkv bias and q/k norms",
+            hint="train this head with head.copy_target_layers=false",
+        )
+    network.fc.weight.zero_()
+    network.fc.weight[:, -size:].copy_(torch.eye(size))
+    first.hidden_norm.weight.copy_(source.input_layernorm.weight)
+    first.self_attn.qkv_proj.weight[:, size:].copy_(source.self_attn.qkv_proj.weight)
+    first.self_attn.o_proj.weight.copy_(source.self_attn.o_proj.weight)
+    first.post_attention_layernorm.load_state_dict(source.post_attention_layernorm.state_dict())
+    first.mlp.load_state_dict(source.mlp.state_dict())
+    for layer, original in zip(list(network.layers)[1:], last[1:], strict=True):
+        layer.load_state_dict(original.state_dict())

@@ -1,0 +1,134 @@
+"""What a head's config.json says, and whether the head fits a target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from peagle.errors import HeadError
+from peagle.models.config import DecoderConfig, rope_parameters
+
+HeadMethod = Literal["p-eagle", "eagle3"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """Sizes of the drafter and the promises it makes about its target.
+
+    A head with `has_embed_tokens` or `has_lm_head` false is compact: it uses the target's table.
+    """
+
+    method: HeadMethod
+    target_model: str  # the reference it was trained for, for messages alone
+    target_hidden_size: int
+    target_num_hidden_layers: int
+    vocab_size: int  # the target's
+    aux_hidden_state_layer_ids: tuple[int, ...]
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]  # as transformers writes them
+    draft_vocab_size: int
+    max_speculative_tokens: int  # the deepest draft it was trained for
+    num_speculative_tokens: int  # the K its makers advise
+    has_embed_tokens: bool = False
+    has_lm_head: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False  # EAGLE-3: the normed hidden state is fed back
+    mask_token_id: int | None = None  # where an exported table keeps the mask embedding
+
+    def __post_init__(self) -> None:
+        if self.method not in get_args(HeadMethod):
+            raise HeadError(
+                f"method {self.method!r} is unknown", hint=f"use {', '.join(get_args(HeadMethod))}"
+            )
+        sizes = (
+            "target_hidden_size target_num_hidden_layers vocab_size hidden_size intermediate_size "
+            "num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+            "max_position_embeddings draft_vocab_size max_speculative_tokens"
+        )
+        for name in sizes.split():
+            if getattr(self, name) < 1:
+                raise HeadError(f"{name} {getattr(self, name)} is not positive")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise HeadError(
+                f"{self.num_attention_heads} attention heads cannot share "
+                f"{self.num_key_value_heads} key-value heads evenly"
+            )
+        if not self.aux_hidden_state_layer_ids:
+            raise HeadError("aux_hidden_state_layer_ids is empty")
+        if "rope_theta" not in self.rope_parameters:  # no silent default
+            raise HeadError("rope_parameters lacks rope_theta")
+        if self.draft_vocab_size > self.vocab_size:
+            raise HeadError(
+                f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {self.vocab_size}"
+            )
+        if not 1 <= self.num_speculative_tokens <= self.max_speculative_tokens:
+            raise HeadError(
+                f"num_speculative_tokens {self.num_speculative_tokens} is not within "
+                f"1..{self.max_speculative_tokens} (max_speculative_tokens)"
+            )
+
+    @property
+    def reduced_vocabulary(self) -> bool:
+        return self.draft_vocab_size < self.vocab_size
+
+    def decoder(self) -> DecoderConfig:
+        from transformers import LlamaConfig
+
+        try:
+            llama = LlamaConfig(
+                hidden_size=self.hidden_size,
+                num_attention_heads=self.num_attention_heads,
+                head_dim=self.head_dim,
+                max_position_embeddings=self.max_position_embeddings,
+                rope_parameters=dict(self.rope_parameters),  # transformers writes into it
+            )
+            inverse_frequencies, rope_scale = rope_parameters(llama)
+        except Exception as error:  # transformers raises whatever the values lead to
+            reason = str(error).strip().splitlines()[0]
+            raise HeadError(f"cannot use rope_parameters: {reason}") from error
+        return DecoderConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_position_embeddings,
+            rms_norm_eps=self.rms_norm_eps,
+            inverse_frequencies=inverse_frequencies,
+            rope_scale=rope_scale,
+        )
+
+    def check_fits(self, target: DecoderConfig) -> None:
+        """Raises HeadError with every mismatch named, rather than drafting nonsense."""
+        pairs = [
+            ("hidden size", self.target_hidden_size, target.hidden_size),
+            ("vocabulary", self.vocab_size, target.vocab_size),
+            ("number of layers", self.target_num_hidden_layers, target.num_hidden_layers),
+        ]
+        wrong = [
+            f"{name} {ours} but the target has {its}" for name, ours, its in pairs if ours != its
+        ]
+        if not wrong and not all(
+            0 <= i <= target.num_hidden_layers for i in self.aux_hidden_state_layer_ids
+        ):
+            wrong.append(f"layer ids {list(self.aux_hidden_state_layer_ids)} out of the target's")
+        borrows = not (self.has_embed_tokens and self.has_lm_head)
+        if not wrong and borrows and self.hidden_size != target.hidden_size:
+            wrong.append(
+                f"it borrows the target's tables, {target.hidden_size} wide, "
+                f"but is {self.hidden_size} wide"
+            )
+        if wrong:
+            raise HeadError(
+                f"this head was made for {self.target_model}: {'; '.join(wrong)}",
+                hint="use the target it was trained for, or train a head with `peagle train`",
+            )

@@ -1,0 +1,60 @@
+"""The native target: one decoder for the dense Llama family, with taps for drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from peagle.models.attention import Attention
+from peagle.models.config import DecoderConfig
+from peagle.models.layers import DecoderLayer, RMSNorm, RotaryEmbedding, at_least_float32
+
+
+class TargetOutput(NamedTuple):
+    hidden: Tensor  # [N, H], after the final norm
+    taps: Tensor | None  # [N, len(tap_layers) * H], None when nothing was tapped
+
+
+class TargetModel(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.rotary = RotaryEmbedding(config)
+
+    def forward(
+        self,
+        token_ids: Tensor,  # [N]
+        positions: Tensor,  # [N]
+        attention: Attention,
+        tap_layers: Sequence[int] = (),
+    ) -> TargetOutput:
+        """`tap_layers` counts as vLLM does: i is the residual stream after the first i layers."""
+        x = self.embed_tokens(token_ids)
+        rotation = self.rotary(positions, x.dtype)
+        taps = {0: x} if 0 in tap_layers else {}
+        for depth, layer in enumerate(self.layers, start=1):
+            x = layer(x, rotation, attention)
+            if depth in tap_layers:
+                taps[depth] = x
+        tapped = torch.cat([taps[i] for i in tap_layers], dim=-1) if tap_layers else None
+        return TargetOutput(self.norm(x), tapped)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, H] -> [N, V] in float32 or better, the precision that sampling is defined in."""
+        return at_least_float32(self.lm_head(hidden))
+
+
+def default_tap_layers(num_hidden_layers: int) -> tuple[int, int, int]:
+    """The layers that EAGLE-3 and every released P-EAGLE head read: early, middle, late."""
+    return 2, num_hidden_layers // 2, num_hidden_layers - 3

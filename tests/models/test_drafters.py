@@ -1,0 +1,202 @@
+"""What the drafters propose, against training's rows and against a second implementation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from models import serving, tiny
+from models.naive import NaiveHead
+from peagle.checkpoints.heads import save_head
+from peagle.models.attention import MaskedAttention, causal_attention
+from peagle.models.drafter import Choice, DraftBatch, DraftSequence
+from peagle.models.eagle import EagleNetwork
+from peagle.models.eagle3 import Eagle3Drafter
+from peagle.models.masks import Elements, dense_mask
+from peagle.models.p_eagle import PEagleDrafter
+from peagle.models.rollouts import full_rollouts, rollout_hidden, rollout_rows
+from peagle.models.target import TargetModel
+
+K = 5
+OWN_TABLES = {"has_embed_tokens": True, "has_lm_head": True}
+REDUCED = {"draft_vocab_size": 23}
+NARROW = {"hidden_size": 20, **OWN_TABLES}  # narrower than its target
+
+P_EAGLE_HEADS: dict[str, dict[str, Any]] = {
+    "1-layer": {"num_hidden_layers": 1},
+    "2-layers": {},
+    "4-layers": {"num_hidden_layers": 4},
+    "norm-before-residual": {"norm_before_residual": True},
+    "reduced-vocabulary": REDUCED,
+    "reduced-own-tables": {**REDUCED, **OWN_TABLES},
+    "own-tables": OWN_TABLES,
+    "narrow": NARROW,
+}
+EAGLE3_HEADS: dict[str, dict[str, Any]] = {
+    "1-layer": {},
+    "2-layers": {"num_hidden_layers": 2},
+    "norm-before-residual": {"norm_before_residual": True},
+    "norm-output": {"norm_output": True},
+    "reduced-vocabulary": REDUCED,
+    "reduced-own-tables": {**REDUCED, **OWN_TABLES, "norm_output": True},
+    "narrow": NARROW,
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return tiny.target()
+
+
+def naive(network: EagleNetwork, target: TargetModel, folder: Path) -> NaiveHead:
+    save_head(network, folder)
+    return NaiveHead(
+        json.loads((folder / "config.json").read_text()),
+        load_file(folder / "model.safetensors"),
+        target.embed_tokens.weight,
+        target.lm_head.weight,
+    )
+
+
+def training_logits(network: EagleNetwork, text: serving.Text, shuffle: bool) -> dict[Any, Tensor]:
+    """(anchor, depth) -> logits, from one forward pass over all rollouts of a text."""
+    elements = full_rollouts(len(text.tokens) - 1, K)
+    if shuffle:  # a flat sequence has no order of its own
+        order = torch.randperm(len(elements.anchor), generator=torch.Generator().manual_seed(3))
+        elements = Elements(*(field[order] for field in elements))
+    attention = MaskedAttention(dense_mask(elements), elements.positions)
+    hidden = rollout_hidden(network, elements, text.tokens[1:], text.taps[:-1], attention)
+    keys = zip(elements.anchor.tolist(), elements.depth.tolist(), strict=True)
+    return dict(zip(keys, network.logits(hidden), strict=True))
+
+
+@pytest.mark.parametrize("name", P_EAGLE_HEADS)
+def test_training_logits_at_anchor_and_depth_are_those_of_the_proposed_token(
+    name: str, target: TargetModel
+) -> None:
+    network = tiny.head(target, **P_EAGLE_HEADS[name])
+    texts = serving.make_texts([40, 31, 12], network.fc.in_features)
+    served = serving.serve(PEagleDrafter(network), texts, K)
+    assert {len(s.drafted) for s in served} == {1, 2, 3, 4, 5}
+    trained = [training_logits(network, t, shuffle=n > 0) for n, t in enumerate(texts)]
+    for text, known, logits, _ in served:
+        newest_verified = known - 2
+        for depth, row in enumerate(logits):
+            torch.testing.assert_close(row, trained[text][newest_verified, depth])
+
+
+@pytest.mark.parametrize("name", P_EAGLE_HEADS)
+def test_p_eagle_equals_the_naive_drafter(name: str, target: TargetModel, tmp_path: Path) -> None:
+    network = tiny.head(target, **P_EAGLE_HEADS[name])
+    second = naive(network, target, tmp_path / "head")
+    texts = serving.make_texts([12, 9], network.fc.in_features)
+    served = serving.serve(PEagleDrafter(network), texts, 4)
+    assert len(served) >= 4
+    for text, known, logits, drafted in served[-4:]:
+        tokens, taps = texts[text]
+        wanted = second.p_eagle_logits(tokens[:known], taps, len(logits))
+        torch.testing.assert_close(logits, wanted, rtol=1e-6, atol=1e-6)  # float32 angles
+        assert drafted == second.target_ids[wanted.argmax(-1)].tolist()
+
+
+@pytest.mark.parametrize("name", EAGLE3_HEADS)
+def test_eagle3_equals_the_naive_drafter(name: str, target: TargetModel, tmp_path: Path) -> None:
+    network = tiny.head(target, "eagle3", **EAGLE3_HEADS[name])
+    second = naive(network, target, tmp_path / "head")
+    texts = serving.make_texts([12, 10, 7], network.fc.in_features)
+    served = serving.serve(Eagle3Drafter(network), texts, 4)
+    assert len(served) >= 5
+    for text, known, logits, drafted in served[-5:]:
+        tokens, taps = texts[text]
+        wanted = second.eagle3_logits(tokens[:known], taps, len(logits))
+        torch.testing.assert_close(logits, wanted, rtol=1e-6, atol=1e-6)
+        assert drafted == second.target_ids[wanted.argmax(-1)].tolist()
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_proposals_do_not_depend_on_the_steps_before(method: str, target: TargetModel) -> None:
+    network = tiny.head(target, method, **REDUCED)
+    drafter = PEagleDrafter(network) if method == "p-eagle" else Eagle3Drafter(network)
+    texts = serving.make_texts([40, 37, 20], network.fc.in_features)
+    seen: dict[Any, Tensor] = {}
+    for seed in range(3):
+        for text, known, logits, _ in serving.serve(drafter, texts, K, seed):
+            for depth, row in enumerate(logits):
+                earlier = seen.setdefault((text, known, depth), row)
+                torch.testing.assert_close(row, earlier)
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_laws_are_cut_to_each_sequence(method: str, target: TargetModel) -> None:
+    network = tiny.head(target, method)
+    drafter = PEagleDrafter(network) if method == "p-eagle" else Eagle3Drafter(network)
+    counts = [2, 0, 3]
+    texts = serving.make_texts([4, 5, 3], network.fc.in_features)
+    tables, num_slots = tiny.shuffled_tables([8, 8, 8])
+    cache = tiny.poisoned_cache(drafter.cache_layout, num_slots)
+
+    def attend(spans: Any) -> Any:
+        attention = cache.attention(tables, spans)
+        return attention, attention.positions
+
+    def choose(logits: Tensor, sequences: Any, depths: Any, ids: Any) -> Choice:
+        marks = torch.tensor([10 * s + d for s, d in zip(sequences, depths, strict=True)])
+        return Choice(marks, marks[:, None].repeat(1, 2))
+
+    sequences = [
+        DraftSequence([], 0, t.tokens[1:], t.taps[:-1], k)
+        for t, k in zip(texts, counts, strict=True)
+    ]
+    draft = drafter.propose(DraftBatch(sequences, attend, choose))
+    assert [d.token_ids for d in draft] == [[0, 1], [], [20, 21, 22]]
+    for one in draft:
+        if one.token_ids:
+            assert one.probabilities is not None
+            assert one.probabilities[:, 0].tolist() == one.token_ids
+        else:
+            assert one.probabilities is None or len(one.probabilities) == 0
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_a_batch_in_prefill_drafts_nothing(method: str, target: TargetModel) -> None:
+    network = tiny.head(target, method)
+    drafter = PEagleDrafter(network) if method == "p-eagle" else Eagle3Drafter(network)
+    text = serving.make_texts([6], network.fc.in_features)[0]
+    positions = torch.arange(5)
+
+    def choose(*_: Any) -> Choice:
+        raise AssertionError("nothing was to be drafted")
+
+    batch = DraftBatch(
+        [DraftSequence([], 0, text.tokens[1:], text.taps[:-1], 0)],
+        lambda spans: (causal_attention(positions), positions),
+        choose,
+    )
+    assert [d.token_ids for d in drafter.propose(batch)] == [[]]
+
+
+def test_rollout_rows_are_the_rows_of_the_general_rollout(target: TargetModel) -> None:
+    network = tiny.head(target)
+    text = serving.make_texts([7], network.fc.in_features)[0]
+    elements = full_rollouts(6, 3)
+    attention = MaskedAttention(dense_mask(elements), elements.positions)
+    rows = rollout_rows(network, text.tokens[1:], text.taps[:-1], 12)
+    hidden = network(*rows, elements.positions, attention)
+    general = rollout_hidden(network, elements, text.tokens[1:], text.taps[:-1], attention)
+    torch.testing.assert_close(hidden, general)
+
+
+def test_drafters_say_what_the_engine_must_provide(target: TargetModel) -> None:
+    p_eagle = PEagleDrafter(tiny.head(target, num_hidden_layers=3, max_position_embeddings=77))
+    eagle3 = Eagle3Drafter(tiny.head(target, "eagle3"))
+    assert p_eagle.tap_layers == eagle3.tap_layers == (1, 2, 4)
+    assert p_eagle.cache_layout == (3, 2, 6)
+    assert eagle3.cache_layout == (1, 2, 6)
+    assert (p_eagle.max_positions, p_eagle.max_speculative_tokens) == (77, 8)
+    assert (p_eagle.method, eagle3.method) == ("p-eagle", "eagle3")

@@ -1,0 +1,256 @@
+"""The network that both drafters share: its start, its tables, its config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from models import tiny
+from peagle.errors import HeadError, ModelError
+from peagle.models.attention import causal_attention
+from peagle.models.config import DecoderConfig
+from peagle.models.eagle import EagleNetwork, initialise, shared_tables
+from peagle.models.layers import RMSNorm, lay_out_for_cpu
+from peagle.models.target import default_tap_layers
+
+OWN_TABLES = {"has_embed_tokens": True, "has_lm_head": True}
+
+
+def started(method: str, seed: int = 5, **changes: Any) -> EagleNetwork:
+    target = tiny.target()
+    network = EagleNetwork(tiny.head_config(method, **changes), shared_tables(target))
+    network.to(torch.float64)
+    if network.config.reduced_vocabulary:
+        network.target_ids = torch.arange(58, -1, -1)[: network.config.draft_vocab_size]
+    initialise(network, target, torch.Generator().manual_seed(seed))
+    return network
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+@pytest.mark.parametrize("changes", [{}, OWN_TABLES, {**OWN_TABLES, "draft_vocab_size": 23}])
+def test_starting_weights_are_finite_and_depend_on_the_generator_alone(
+    method: str, changes: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    first = started(method, **changes)
+    torch.manual_seed(1)
+    second, other = started(method, **changes), started(method, seed=6, **changes)
+    for (name, a), b, c in zip(
+        first.named_parameters(), second.parameters(), other.parameters(), strict=True
+    ):
+        assert bool(a.isfinite().all()), name
+        assert torch.equal(a, b), name
+        drawn = "norm" not in name and name not in (
+            "embed_tokens.weight",
+            "lm_head.weight",
+            "mask_embedding",
+        )
+        assert torch.equal(a, c) != drawn, name
+        assert bool(a.any()), name
+
+
+def test_starting_tables_are_the_targets() -> None:
+    target = tiny.target()
+    network = started("p-eagle", **OWN_TABLES, draft_vocab_size=23)
+    assert network.embed_tokens is not None
+    assert network.lm_head is not None
+    assert torch.equal(network.embed_tokens.weight, target.embed_tokens.weight)
+    assert torch.equal(network.lm_head.weight, target.lm_head.weight[network.target_ids])
+    torch.testing.assert_close(network.mask_embedding, target.embed_tokens.weight.mean(0))
+
+
+def test_starting_matrices_are_small() -> None:
+    for name, weight in started("p-eagle", **OWN_TABLES).state_dict().items():
+        if "proj" in name or name in ("fc.weight", "mask_hidden"):
+            assert 0.012 < float(weight.std()) < 0.028, name
+            assert abs(float(weight.mean())) < 0.005, name
+
+
+def test_a_compact_head_owns_none_of_its_targets_weights() -> None:
+    target = tiny.target()
+    network = tiny.head(target)
+    names = [name for name, _ in network.named_parameters()]
+    assert not any("embed_tokens" in name or "lm_head" in name for name in names)
+    assert network.embed(torch.tensor([3])).tolist() == [target.embed_tokens.weight[3].tolist()]
+    assert network.output_weight() is target.lm_head.weight
+
+
+def test_a_compact_head_with_a_reduced_vocabulary_takes_its_rows_of_the_targets_table() -> None:
+    target = tiny.target()
+    network = tiny.head(target, draft_vocab_size=23)
+    assert torch.equal(network.output_weight(), target.lm_head.weight[network.target_ids])
+
+
+def test_logits_are_float32_at_least() -> None:
+    target = tiny.target(torch.bfloat16)
+    network = tiny.head(target)
+    hidden = torch.ones(2, 32, dtype=torch.bfloat16)
+    assert network.logits(hidden).dtype == target.logits(hidden).dtype == torch.float32
+    double = tiny.target()
+    assert double.logits(torch.ones(2, 32, dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_is_that_of_transformers(dtype: torch.dtype) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    ours, theirs = RMSNorm(16, 1e-2).to(dtype), LlamaRMSNorm(16, 1e-2).to(dtype)
+    tiny.randomise(ours, scale=0.7)
+    theirs.weight.data.copy_(ours.weight)
+    x = torch.randn(50, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if dtype == torch.bfloat16:
+        assert torch.equal(ours(x), theirs(x))
+    else:
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-6, atol=1e-6)
+
+
+@torch.no_grad()
+def test_layout_for_the_cpu_changes_no_result_and_no_name() -> None:
+    target = tiny.target(torch.float32, tie_word_embeddings=True)
+    network = tiny.head(target)
+    tokens, positions = tiny.tokens(9), torch.arange(9)
+
+    def run() -> list[torch.Tensor]:
+        attention = causal_attention(positions)
+        hidden, taps = target(tokens, positions, attention, (1, 2, 4))
+        features = network.features(taps)
+        drafted = network(network.embed(tokens), features, positions, attention)
+        return [target.logits(hidden), taps, network.logits(drafted)]
+
+    def shapes() -> dict[str, Any]:
+        return {n: p.shape for m in (target, network) for n, p in m.named_parameters()}
+
+    before, names = run(), shapes()
+    values = {n: p.clone() for n, p in target.named_parameters()}
+    lay_out_for_cpu(target)
+    lay_out_for_cpu(network)
+    assert shapes() == names
+    assert all(torch.equal(p, values[n]) for n, p in target.named_parameters())
+    assert target.lm_head.weight is target.embed_tokens.weight
+    assert network.fc.weight.stride() == (1, 32)
+    for a, b in zip(before, run(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6 * float(a.abs().max()))
+
+
+def test_default_taps_are_early_middle_and_late() -> None:
+    assert default_tap_layers(30) == (2, 15, 27)
+    assert default_tap_layers(24) == (2, 12, 21)
+
+
+def test_positions_reach_to_the_end_of_the_context_and_no_further() -> None:
+    target = tiny.target(max_position_embeddings=70)
+    network = tiny.head(target, max_position_embeddings=50)
+    for module, length in ((target, 70), (network, 50)):
+        module.rotary(torch.tensor([length - 1]), torch.float64)
+        with pytest.raises(IndexError):
+            module.rotary(torch.tensor([length]), torch.float64)
+
+
+def test_a_head_turns_positions_as_a_target_of_the_same_rope_does() -> None:
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 5000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    target = tiny.target(head_dim=6, rope_parameters=dict(rope))
+    network = tiny.head(target, rope_parameters=rope)
+    assert target.config.rope_scale > 1.1
+    assert torch.equal(network.rotary.cos, target.rotary.cos)
+    assert torch.equal(network.rotary.sin, target.rotary.sin)
+
+
+def test_making_a_decoder_leaves_the_heads_config_as_it_was() -> None:
+    """transformers writes defaults into the rope parameters it is given."""
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+    config = tiny.head_config(rope_parameters=rope)
+    config.decoder()
+    assert config.rope_parameters == {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"method": "medusa"}, "medusa"),
+        ({"draft_vocab_size": 60}, "draft_vocab_size 60 exceeds vocab_size 59"),
+        ({"num_speculative_tokens": 9}, "num_speculative_tokens 9"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers 0"),
+        ({"num_key_value_heads": 3}, "3 key-value heads"),
+        ({"aux_hidden_state_layer_ids": ()}, "aux_hidden_state_layer_ids"),
+        ({"rope_parameters": {"rope_type": "default"}}, "rope_theta"),
+    ],
+)
+def test_a_head_config_that_makes_no_sense_is_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(HeadError, match=named):
+        tiny.head_config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("rope", "named"),
+    [
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "dynamic"),
+        ({"rope_type": "llama3", "rope_theta": 1e4}, "factor"),
+        ({"rope_theta": "ten thousand"}, "rope_parameters"),
+    ],
+)
+def test_rope_parameters_that_cannot_be_used_are_named(rope: dict[str, Any], named: str) -> None:
+    with pytest.raises(HeadError, match=named) as caught:
+        tiny.head_config(rope_parameters=rope).decoder()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_size": 48}, "hidden size 32 but the target has 48"),
+        ({"vocab_size": 60}, "vocabulary 59 but the target has 60"),
+        ({"num_hidden_layers": 5}, "number of layers 4 but the target has 5"),
+    ],
+)
+def test_a_head_for_another_target_says_what_differs(changes: dict[str, int], named: str) -> None:
+    other = DecoderConfig.from_transformers(LlamaConfig(**tiny.SIZES | changes))
+    with pytest.raises(HeadError, match=f"made for tiny: {named}"):
+        tiny.head_config().check_fits(other)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"aux_hidden_state_layer_ids": (1, 2, 5)},
+        {"aux_hidden_state_layer_ids": (-1, 2, 3)},
+        {"hidden_size": 20},
+        {"hidden_size": 20, "has_embed_tokens": True},
+        {"hidden_size": 20, "has_lm_head": True},
+    ],
+)
+def test_a_head_that_cannot_run_on_its_target_is_refused(changes: dict[str, Any]) -> None:
+    config = DecoderConfig.from_transformers(LlamaConfig(**tiny.SIZES))
+    with pytest.raises(HeadError):
+        tiny.head_config(**changes).check_fits(config)
+
+
+def test_a_head_that_fits_is_let_through() -> None:
+    config = DecoderConfig.from_transformers(LlamaConfig(**tiny.SIZES))
+    tiny.head_config(aux_hidden_state_layer_ids=(0, 2, 4)).check_fits(config)
+    tiny.head_config(hidden_size=20, **OWN_TABLES).check_fits(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"model_type": "gpt2"}, "gpt2"),
+    ],
+)
+def test_what_the_native_target_cannot_run_is_named(changes: dict[str, Any], named: str) -> None:
+    config = LlamaConfig(**tiny.SIZES)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    with pytest.raises(ModelError, match=named) as caught:
+        DecoderConfig.from_transformers(config)
+    assert caught.value.hint

@@ -1,0 +1,72 @@
+"""The n-gram drafter, against its definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peagle.models.drafter import DraftBatch, DraftSequence
+from peagle.models.ngram import NgramDrafter
+
+histories = st.lists(st.integers(0, 3), max_size=30)
+
+
+def draft(history: list[int], count: int, shortest: int = 2, longest: int = 4) -> list[int]:
+    return drafts([(history, count)], shortest, longest)[0]
+
+
+def drafts(asked: list[tuple[list[int], int]], shortest: int, longest: int) -> list[list[int]]:
+    def unused(*_: Any) -> Any:
+        raise AssertionError("an n-gram drafter runs no model")
+
+    nothing = torch.empty(0, dtype=torch.long)
+    sequences = [DraftSequence(h, len(h) - 1, nothing, None, k) for h, k in asked]
+    batch = DraftBatch(sequences, unused, unused)
+    return [d.token_ids for d in NgramDrafter(shortest, longest).propose(batch)]
+
+
+def defined(history: list[int], count: int, shortest: int, longest: int) -> list[int]:
+    """The longest suffix that occurs earlier; its most recent earlier occurrence; what followed,
+    and where the history ends, what the drafts themselves continue."""
+    for size in range(longest, shortest - 1, -1):
+        suffix = history[len(history) - size :] if size <= len(history) else None
+        for start in reversed(range(len(history) - size)):
+            if history[start : start + size] == suffix:
+                text = list(history)
+                for offset in range(count):
+                    text.append(text[start + size + offset])
+                return text[len(history) :]
+    return []
+
+
+@given(histories, st.integers(0, 9), st.integers(1, 3), st.integers(0, 3))
+def test_drafts_continue_the_latest_occurrence_of_the_longest_suffix(
+    history: list[int], count: int, shortest: int, more: int
+) -> None:
+    longest = shortest + more
+    assert draft(history, count, shortest, longest) == defined(history, count, shortest, longest)
+
+
+@given(st.lists(st.integers(0, 200_000), min_size=1, max_size=5, unique=True), st.integers(0, 20))
+def test_a_period_goes_on(period: list[int], count: int) -> None:
+    wanted = (period * 30)[:count]
+    assert draft(period * 4, count) == wanted
+
+
+@given(st.lists(st.tuples(histories, st.integers(0, 5)), max_size=4))
+def test_each_sequence_is_drafted_from_its_own_history(asked: list[tuple[list[int], int]]) -> None:
+    assert drafts(asked, 2, 4) == [draft(history, count) for history, count in asked]
+
+
+def test_ids_that_are_surrogates_as_code_points_are_ids_like_any_other() -> None:
+    assert draft([0xD800, 0xDC00, 7, 8, 0xD800, 0xDC00], 2) == [7, 8]
+
+
+def test_a_suffix_that_never_occurred_drafts_nothing() -> None:
+    assert draft([1, 2, 3, 4], 5) == []
+    assert draft([], 5) == []
+    assert draft([1, 1], 5) == []  # shorter than the shortest n-gram and its occurrence
+    assert draft([1, 1, 1], 5) == [1] * 5

@@ -1,0 +1,211 @@
+"""The native target equals transformers, on logits and on every tapped hidden state."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from models import tiny
+from peagle.checkpoints.references import load_tokenizer, resolve_model
+from peagle.checkpoints.targets import load_target
+from peagle.engine.runner import target_layout
+from peagle.models.attention import causal_attention
+from peagle.models.drafter import Span
+from peagle.models.target import TargetModel
+
+CPU = torch.device("cpu")
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
+WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
+
+
+def make(family: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
+    return family(**tiny.SIZES | changes)
+
+
+FAMILIES = {
+    "llama": make(LlamaConfig),
+    "llama-biases": make(LlamaConfig, attention_bias=True, mlp_bias=True),
+    "llama-tied": make(LlamaConfig, tie_word_embeddings=True),
+    "llama-wide-heads": make(LlamaConfig, head_dim=12, num_key_value_heads=1),
+    "llama-one-kv-head-each": make(LlamaConfig, num_key_value_heads=4),
+    "llama-llama3": make(LlamaConfig, rope_parameters=LLAMA3),
+    "llama-linear": make(LlamaConfig, rope_parameters=LINEAR),
+    "llama-yarn": make(LlamaConfig, rope_parameters=YARN),
+    "llama-that-names-a-window": make(LlamaConfig, sliding_window=7),
+    "mistral": make(MistralConfig, sliding_window=None),
+    "mistral-window": make(MistralConfig, sliding_window=7, head_dim=12),
+    "qwen2": make(Qwen2Config),
+    "qwen2-window": make(Qwen2Config, tie_word_embeddings=True, **WINDOW),
+    "qwen2-unused-window": make(Qwen2Config, sliding_window=7),
+    "qwen3": make(Qwen3Config, head_dim=12, tie_word_embeddings=True),
+    "qwen3-bias-window": make(Qwen3Config, head_dim=10, attention_bias=True, **WINDOW),
+    "qwen3-yarn": make(Qwen3Config, head_dim=8, rope_parameters=YARN),
+}
+
+
+class Expected(NamedTuple):
+    logits: Tensor  # [n, V]
+    states: list[Tensor]  # [n, H] after 0 .. L-1 layers, then after all of them and the norm
+
+
+def expected(model: Any, tokens: Tensor) -> Expected:
+    with torch.no_grad():
+        out = model(input_ids=tokens[None], output_hidden_states=True)
+    return Expected(out.logits[0], [state[0] for state in out.hidden_states])
+
+
+def check(target: TargetModel, hidden: Tensor, taps: Tensor, want: Expected, tol: float) -> None:
+    """`taps` holds every layer id 0..L."""
+    size = target.config.hidden_size
+    *before, after_all = taps.split(size, dim=-1)
+    for layer, (own, state) in enumerate(zip(before, want.states[:-1], strict=True)):
+        close(own, state, tol, f"tap {layer}")
+    close(target.norm(after_all), want.states[-1], tol, "the last tap")
+    close(hidden, want.states[-1], tol, "hidden")
+    close(target.logits(hidden), want.logits, tol, "logits")
+
+
+def close(actual: Tensor, wanted: Tensor, tol: float, what: str) -> None:
+    """`tol` is relative to the size of the whole: the residual stream grows from layer to layer."""
+    worst = float((actual - wanted).abs().max() / wanted.square().mean().sqrt())
+    assert worst < tol, f"{what} differ by {worst:.1e} of their root mean square"
+
+
+def all_taps(target: TargetModel) -> tuple[int, ...]:
+    return tuple(range(target.config.num_hidden_layers + 1))
+
+
+class Family(NamedTuple):
+    folder: Path
+    reference: Any
+    target: TargetModel
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    folder = tmp_path_factory.mktemp(request.param)
+    reference = tiny.save_reference(folder, FAMILIES[request.param])
+    return Family(folder, reference, load_target(folder, dtype=torch.float32, device=CPU))
+
+
+@torch.no_grad()
+def test_one_pass_equals_transformers(family: Family) -> None:
+    tokens, positions = tiny.tokens(40), torch.arange(40)
+    target = family.target
+    hidden, taps = target(tokens, positions, causal_attention(positions), all_taps(target))
+    check(target, hidden, taps, expected(family.reference, tokens), 1e-5)
+
+
+@torch.no_grad()
+def test_chunks_of_several_sequences_through_the_paged_cache_equal_transformers(
+    family: Family,
+) -> None:
+    target = family.target
+    texts = [tiny.tokens(n, seed=n) for n in (41, 40, 23, 6)]
+    tables, num_slots = tiny.shuffled_tables([len(t) for t in texts])
+    cache = tiny.poisoned_cache(target_layout(target), num_slots, torch.float32)
+    chunks = random.Random(0)
+    done = [0] * len(texts)
+    outputs: list[list[tuple[Tensor, Tensor]]] = [[] for _ in texts]
+    while any(d < len(t) for d, t in zip(done, texts, strict=True)):
+        spans = []
+        for n, text in enumerate(texts):
+            length = min(chunks.choice([0, 1, 5, 19, 25]), len(text) - done[n])
+            if length:
+                spans.append(Span(n, done[n], length))
+        if not spans:
+            continue
+        rows = torch.cat([texts[s.sequence][s.start : s.start + s.length] for s in spans])
+        attention = cache.attention(tables, spans)
+        hidden, taps = target(rows, attention.positions, attention, all_taps(target))
+        sizes = [s.length for s in spans]
+        for span, h, t in zip(spans, hidden.split(sizes), taps.split(sizes), strict=True):
+            outputs[span.sequence].append((h, t))
+            done[span.sequence] += span.length
+    for text, parts in zip(texts, outputs, strict=True):
+        hidden, taps = (torch.cat(part) for part in zip(*parts, strict=True))
+        check(target, hidden, taps, expected(family.reference, text), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "llama-tied", "qwen3-bias-window"])
+def test_shards_load_like_one_file(name: str, tmp_path: Path) -> None:
+    reference = tiny.save_reference(tmp_path, FAMILIES[name], max_shard_size="12KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    target = load_target(tmp_path, dtype=torch.float32, device=CPU)
+    tokens, positions = tiny.tokens(9), torch.arange(9)
+    with torch.no_grad():
+        hidden, taps = target(tokens, positions, causal_attention(positions), all_taps(target))
+        check(target, hidden, taps, expected(reference, tokens), 1e-5)
+
+
+@torch.no_grad()
+def test_bfloat16_is_as_near_to_the_truth_as_transformers_is(family: Family) -> None:
+    tokens, positions = tiny.tokens(20), torch.arange(20)
+    truth = expected(family.reference, tokens).logits
+    half = AutoModelForCausalLM.from_pretrained(
+        family.folder, dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    theirs = (expected(half, tokens).logits.float() - truth).abs()
+    target = load_target(family.folder, dtype=torch.bfloat16, device=CPU)
+    assert {p.dtype for p in target.parameters()} == {torch.bfloat16}
+    logits = target.logits(target(tokens, positions, causal_attention(positions)).hidden)
+    assert logits.dtype == torch.float32
+    ours = (logits - truth).abs()
+    assert ours.mean() < 1.2 * theirs.mean()
+    assert ours.max() < 1.5 * theirs.max()
+
+
+@torch.no_grad()
+def test_taps_come_in_the_order_asked_for_and_may_repeat() -> None:
+    target = tiny.target()
+    tokens, positions = tiny.tokens(5), torch.arange(5)
+    attention = causal_attention(positions)
+    every = target(tokens, positions, attention, (0, 1, 2, 3, 4)).taps
+    some = target(tokens, positions, attention, (3, 0, 4, 3)).taps
+    assert every is not None
+    parts = every.split(32, dim=-1)
+    assert torch.equal(some, torch.cat([parts[i] for i in (3, 0, 4, 3)], dim=-1))
+    assert target(tokens, positions, attention).taps is None
+
+
+@pytest.mark.network
+@torch.no_grad()
+def test_smollm2_equals_transformers() -> None:
+    folder = resolve_model("smollm2-135m")
+    ids = load_tokenizer(folder)("The capital of France is Paris, and the capital of").input_ids
+    tokens = torch.tensor(ids)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    want = expected(reference, tokens)
+    del reference
+    target = load_target(folder, dtype=torch.float32, device=CPU)
+    positions = torch.arange(len(tokens))
+    hidden, taps = target(tokens, positions, causal_attention(positions), all_taps(target))
+    check(target, hidden, taps, want, 1e-4)
+    assert torch.equal(target.logits(hidden).argmax(-1), want.logits.argmax(-1))
