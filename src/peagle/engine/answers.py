@@ -1,0 +1,159 @@
+"""The edge between token ids and text: one prompt's requests, their text, stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+from peagle.engine.detokenizer import Detokenizer, StopMatch
+from peagle.engine.engine import Engine, NewTokens
+from peagle.engine.request import Request, TokenLogprobs
+from peagle.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
+from peagle.sampling_params import SamplingParams
+from peagle.speculation.noise import derive_seed
+from peagle.speculation.statistics import SpecDecodeStats
+
+
+@dataclass(eq=False)
+class Answer:
+    """One of a prompt's n answers while it grows."""
+
+    request: Request
+    detokenizer: Detokenizer
+    stop_string: str | None = None
+
+    def take(self, new: NewTokens, engine: Engine) -> None:
+        """Adds a step's tokens one by one: a stop string ends the answer at the token that
+        completes it, as it would without speculation."""
+        for token in self._shown(new):
+            if self._stop(self.detokenizer.append(token), engine):
+                return
+        if self.request.finish_reason is not None:
+            self._stop(self.detokenizer.finish(), engine)
+
+    def _shown(self, new: NewTokens) -> list[int]:
+        """A token that ends the answer adds no text unless stops are included, as in vLLM."""
+        ends = self.request.finish_reason == "stop" and not self.detokenizer.include_stop
+        return new.token_ids[:-1] if ends else new.token_ids
+
+    def _stop(self, match: StopMatch | None, engine: Engine) -> bool:
+        if match is not None:
+            self.stop_string = match.stop
+            engine.stop_at(self.request, len(self.detokenizer.token_ids))
+        return match is not None
+
+
+@dataclass(eq=False)
+class PromptAnswers:
+    """All answers to one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    answers: list[Answer]
+    tokenizer: Any
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(monotonic()))
+
+    @property
+    def finished(self) -> bool:
+        return all(a.request.finish_reason is not None for a in self.answers)
+
+    def take(self, new: NewTokens, engine: Engine) -> None:
+        answer = next(a for a in self.answers if a.request is new.request)
+        answer.take(new, engine)
+        if new.token_ids and self.metrics.first_token_time is None:
+            self.metrics.first_token_time = monotonic()
+        if self.finished:
+            self.metrics.finished_time = monotonic()
+
+    def output(self) -> RequestOutput:
+        """A snapshot; text that may still become a stop string is held back."""
+        stats = SpecDecodeStats()
+        for answer in self.answers:
+            stats.merge(answer.request.stats)
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[self._completion(i, a) for i, a in enumerate(self.answers)],
+            finished=self.finished,
+            stats=stats,
+            metrics=self.metrics,
+        )
+
+    def _completion(self, index: int, answer: Answer) -> CompletionOutput:
+        request, detokenizer = answer.request, answer.detokenizer
+        done = request.finish_reason is not None
+        reason: FinishReason | None = request.finish_reason
+        logprobs = None
+        if self.params.logprobs is not None:
+            logprobs = [self._named(entry) for entry in request.logprobs]
+        return CompletionOutput(
+            index=index,
+            text=detokenizer.text if done else detokenizer.stable_text,
+            token_ids=request.output_token_ids,
+            finish_reason=reason,
+            stop_reason=answer.stop_string or request.stop_reason,
+            logprobs=logprobs,
+            cumulative_logprob=(
+                sum(entry.logprobs[0] for entry in request.logprobs) if logprobs else None
+            ),
+            error=request.error,
+        )
+
+    def _named(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        rows = zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True)
+        return {
+            token: Logprob(logprob, rank, self.tokenizer.decode([token]))
+            for token, logprob, rank in rows
+        }
+
+
+def open_answers(
+    engine: Engine,
+    tokenizer: Any,
+    request_id: str,
+    prompt: str | None,
+    prompt_token_ids: list[int],
+    params: SamplingParams,
+) -> PromptAnswers:
+    """Queues a prompt's n requests. Answer i of a seeded prompt has a seed of its own."""
+    bad_words = bad_word_ids(tokenizer, params.bad_words)
+    answers = []
+    for index in range(params.n):
+        seed = None if params.seed is None else derive_seed(params.seed, index)
+        request = engine.add_request(
+            f"{request_id}-{index}", prompt_token_ids, params, bad_word_ids=bad_words, seed=seed
+        )
+        answers.append(Answer(request, _detokenizer(tokenizer, params)))
+    return PromptAnswers(request_id, prompt, prompt_token_ids, params, answers, tokenizer)
+
+
+def bad_word_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
+    """Token sequences of each word at the start of a text and after a space, as vLLM bans them."""
+    sequences = []
+    for word in words:
+        for text in (word.lstrip(), " " + word.lstrip()):
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            if ids and ids not in sequences:
+                sequences.append(ids)
+    return sequences
+
+
+def _detokenizer(tokenizer: Any, params: SamplingParams) -> Detokenizer:
+    return Detokenizer(
+        tokenizer,
+        params.stop_strings,
+        include_stop=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+        min_tokens=params.min_tokens,
+    )

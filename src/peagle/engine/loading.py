@@ -1,0 +1,68 @@
+"""References and options -> the objects an engine is made of."""
+
+from __future__ import annotations
+
+import torch
+
+from peagle.checkpoints.heads import load_head
+from peagle.config import DEFAULT_SPECULATIVE_TOKENS, EngineConfig, SpeculativeConfig
+from peagle.engine.engine import Speculation
+from peagle.errors import ConfigError, HeadError
+from peagle.models.drafter import Drafter
+from peagle.models.eagle import EagleNetwork
+from peagle.models.eagle3 import Eagle3Drafter
+from peagle.models.ngram import NgramDrafter
+from peagle.models.p_eagle import PEagleDrafter
+from peagle.models.target import TargetModel
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(config.device)
+    except RuntimeError:
+        raise ConfigError(f"device={config.device!r} is unknown", hint="use cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda was asked for, but torch sees no GPU", hint="use cpu")
+    return device
+
+
+def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if config.dtype not in DTYPES:
+        raise ConfigError(f"dtype={config.dtype!r} is unknown", hint=f"use {', '.join(DTYPES)}")
+    return DTYPES[config.dtype]
+
+
+def load_speculation(config: SpeculativeConfig, target: TargetModel) -> Speculation | None:
+    """The drafter that the config asks for, bound to the target; None for method none."""
+    if config.method == "none" or (config.method is None and config.model is None):
+        return None
+    if config.model is None:
+        drafter: Drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+        advice = DEFAULT_SPECULATIVE_TOKENS
+    else:
+        weight = target.embed_tokens.weight
+        network = load_head(config.model, target, dtype=weight.dtype, device=weight.device)
+        drafter = head_drafter(network, config)
+        advice = network.config.num_speculative_tokens
+    return Speculation(drafter, config.num_speculative_tokens or advice, config.verification)
+
+
+def head_drafter(network: EagleNetwork, config: SpeculativeConfig) -> Drafter:
+    method = network.config.method
+    if config.method not in (None, method):
+        raise HeadError(
+            f"{config.model} is a head for {method}, not for {config.method}",
+            hint=f"drop the method, or use {method}",
+        )
+    return PEagleDrafter(network) if method == "p-eagle" else Eagle3Drafter(network)

@@ -1,0 +1,101 @@
+"""One request: its tokens, where it stands, and what the drafter has not seen of it yet."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from peagle.engine.blocks import BlockTable
+from peagle.outputs import FinishReason
+from peagle.sampling_params import SamplingParams
+from peagle.speculation.statistics import SpecDecodeStats
+
+
+class TokenLogprobs(NamedTuple):
+    """Raw log-probabilities at one output position: the chosen token first, then the best."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+
+
+class Status(enum.Enum):
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(eq=False)
+class Request:
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    num_speculative_tokens: int  # 0: this request is not speculated for
+    stop_token_ids: frozenset[int]
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    token_ids: list[int] = field(init=False)  # prompt and output
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    table: BlockTable | None = None
+    num_computed: int = 0  # tokens whose target cache entries are valid
+    num_preemptions: int = 0
+    # Rows the drafter has not run: the target's taps from position `draft_start` on.
+    pending_taps: list[Tensor] = field(default_factory=list)
+    draft_start: int = 0
+    stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def num_uncomputed(self) -> int:
+        """1 while decoding: the newest token. More during prefill or after preemption."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    def keep_taps(self, taps: Tensor, num_valid: int) -> None:
+        self.pending_taps.append(taps[:num_valid])
+
+    @property
+    def num_pending(self) -> int:
+        return sum(len(taps) for taps in self.pending_taps)
+
+    def take_taps(self) -> Tensor:
+        """Hands the pending rows over to the drafter; its cache then reaches `draft_start`."""
+        taps = torch.cat(self.pending_taps)  # [m, 3H]
+        self.draft_start += len(taps)
+        self.pending_taps = []
+        return taps
+
+    def forget_computation(self) -> None:
+        """After preemption everything is recomputed from the tokens."""
+        self.num_computed = 0
+        self.draft_start = 0
+        self.pending_taps = []
+        self.num_preemptions += 1
+        self.status = Status.WAITING
+
+    def finish(self, reason: FinishReason) -> None:
+        self.status = Status.FINISHED
+        self.finish_reason = reason
+        self.pending_taps = []

@@ -1,0 +1,162 @@
+"""The allocator under any sequence of operations: no block twice, none lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from peagle.engine.blocks import BlockAllocator, BlockTable
+
+NUM_BLOCKS, BLOCK_SIZE = 12, 3
+
+
+class Allocation(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = BlockAllocator(NUM_BLOCKS, BLOCK_SIZE)
+        self.tables: list[BlockTable] = []
+        self.grown: list[int] = []  # tokens each table has room for
+
+    @rule(expected=st.integers(1, NUM_BLOCKS * BLOCK_SIZE + 5))
+    def open(self, expected: int) -> None:
+        free_before = self.allocator.num_free
+        self.tables.append(self.allocator.open_table(expected))
+        self.grown.append(0)
+        assert self.allocator.num_free == free_before  # a reservation takes nothing
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data(), num_tokens=st.integers(1, NUM_BLOCKS * BLOCK_SIZE))
+    def grow(self, data: st.DataObject, num_tokens: int) -> None:
+        index = data.draw(st.integers(0, len(self.tables) - 1))
+        table = self.tables[index]
+        before, free_before = list(table.blocks), self.allocator.num_free
+        missing = max(-(-num_tokens // BLOCK_SIZE) - len(before), 0)
+        grown = self.allocator.grow(table, num_tokens)
+        # Reservations are soft: only blocks that are held can make it fail.
+        assert grown == (missing <= free_before)
+        assert table.blocks[: len(before)] == before
+        assert len(table.blocks) == len(before) + (missing if grown else 0)
+        if grown:
+            self.grown[index] = max(self.grown[index], num_tokens)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.tables) - 1))
+        table = self.tables.pop(index)
+        self.grown.pop(index)
+        self.allocator.close_table(table)
+        assert table.blocks == []
+
+    @invariant()
+    def every_block_is_free_or_held_once(self) -> None:
+        self.allocator.check(self.tables)
+        held = [block for table in self.tables for block in table.blocks]
+        assert len(set(held)) == len(held)
+        assert self.allocator.num_free == NUM_BLOCKS - len(held)
+        assert all(0 <= block < NUM_BLOCKS for block in held)
+
+    @invariant()
+    def contiguous_says_whether_blocks_follow_each_other(self) -> None:
+        for table in self.tables:
+            pairs = zip(table.blocks, table.blocks[1:], strict=False)
+            assert table.contiguous == all(b == a + 1 for a, b in pairs)
+
+    @invariant()
+    def reservations_do_not_overlap(self) -> None:
+        reserved = [block for table in self.tables for block in table.reserved]
+        assert len(set(reserved)) == len(reserved)
+
+    @invariant()
+    def slots_of_all_positions_are_distinct(self) -> None:
+        slots = [
+            table.slot(p)
+            for table, tokens in zip(self.tables, self.grown, strict=True)
+            for p in range(tokens)
+        ]
+        assert len(set(slots)) == len(slots)
+        assert all(0 <= s < NUM_BLOCKS * BLOCK_SIZE for s in slots)
+
+
+Allocation.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
+TestAllocation = Allocation.TestCase
+
+
+def test_tables_that_fit_grow_side_by_side_in_one_piece_each() -> None:
+    allocator = BlockAllocator(10, 1)
+    first, second = allocator.open_table(5), allocator.open_table(5)
+    for length in range(1, 6):
+        assert allocator.grow(first, length)
+        assert allocator.grow(second, length)
+    assert first.blocks == [0, 1, 2, 3, 4]
+    assert second.blocks == [5, 6, 7, 8, 9]
+    assert first.contiguous
+    assert second.contiguous
+
+
+def test_a_reservation_is_taken_by_others_only_when_nothing_else_is_free() -> None:
+    allocator = BlockAllocator(6, 1)
+    owner = allocator.open_table(4)
+    assert allocator.grow(owner, 1)
+    other = allocator.open_table(4)  # no range of four is left: it takes what it can
+    assert other.reserved == range(0)
+    assert allocator.grow(other, 2)
+    assert other.blocks == [4, 5]
+    assert allocator.grow(other, 3)
+    assert other.blocks == [4, 5, 1]
+    assert not other.contiguous
+    assert allocator.grow(owner, 2)
+    assert owner.blocks == [0, 2]
+    assert not owner.contiguous
+
+
+def test_a_table_that_outgrows_its_range_leaves_the_next_ones_alone() -> None:
+    allocator = BlockAllocator(8, 1)
+    first, second = allocator.open_table(2), allocator.open_table(3)
+    assert allocator.grow(first, 3)
+    assert first.blocks == [0, 1, 5]
+    assert allocator.grow(second, 3)
+    assert second.blocks == [2, 3, 4]
+    assert second.contiguous
+
+
+def test_a_closed_reservation_can_be_reserved_again() -> None:
+    allocator = BlockAllocator(4, 1)
+    for _ in range(3):
+        table = allocator.open_table(4)
+        assert table.reserved == range(4)
+        assert allocator.grow(table, 2)
+        allocator.close_table(table)
+    assert allocator.num_free == 4
+
+
+@given(st.integers(1, 50), st.integers(1, 7))
+def test_blocks_for_is_the_least_number_that_suffices(num_tokens: int, block_size: int) -> None:
+    blocks = BlockAllocator(1, block_size).blocks_for(num_tokens)
+    assert (blocks - 1) * block_size < num_tokens <= blocks * block_size
+
+
+def test_growing_in_vain_takes_nothing() -> None:
+    allocator = BlockAllocator(3, 2)
+    table = allocator.open_table(2)
+    assert allocator.grow(table, 3)
+    assert not allocator.grow(table, 7)
+    assert len(table.blocks) == 2
+    assert allocator.num_free == 1
+
+
+def test_freeing_twice_and_losing_blocks_are_noticed() -> None:
+    allocator = BlockAllocator(3, 2)
+    table = allocator.open_table(2)
+    assert allocator.grow(table, 2)
+    with pytest.raises(AssertionError, match="a block is lost"):
+        allocator.check([])
+    with pytest.raises(AssertionError, match="held twice"):
+        allocator.check([table, table])
+    stale = BlockTable(2, range(0))
+    stale.append(table.blocks[0])
+    allocator.close_table(stale)
+    with pytest.raises(AssertionError, match="freed twice"):
+        allocator.close_table(table)

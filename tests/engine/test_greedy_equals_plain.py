@@ -1,0 +1,200 @@
+"""Claim 1: greedy speculative output equals the plain target's, token for token."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peagle.models.drafter import Drafter
+from peagle.models.ngram import NgramDrafter
+from peagle.models.target import TargetModel
+from peagle.sampling_params import SamplingParams
+
+from . import tiny
+from .tiny import GREEDY, Job
+
+PROMPTS = tiny.prompts(5, seed=3)
+DRAFTERS = ["oracle", "wrong", "random", "mixed", "one", "none", "ngram"]
+
+
+@cache
+def target(dtype: torch.dtype = torch.float32) -> TargetModel:
+    return tiny.make_target(dtype)
+
+
+@cache
+def plain(dtype: torch.dtype = torch.float32) -> list[list[int]]:
+    return [tiny.naive(target(dtype), Job(p, GREEDY)) for p in PROMPTS]
+
+
+def scripted(name: str, dtype: torch.dtype = torch.float32) -> Drafter:
+    known = [p + a for p, a in zip(PROMPTS, plain(dtype), strict=True)]
+    makers = {
+        "oracle": lambda: tiny.oracle(known),
+        "wrong": lambda: tiny.always_wrong(known),
+        "random": tiny.random_drafts,
+        "mixed": lambda: tiny.mixed(known),
+        "one": lambda: tiny.few(known, 1),
+        "none": lambda: tiny.few(known, 0),
+        "ngram": lambda: NgramDrafter(1, 3),
+    }
+    return makers[name]()
+
+
+def test_the_plain_engine_equals_a_loop_that_recomputes_every_prefix() -> None:
+    requests = tiny.run(tiny.make_engine(target()), [Job(p, GREEDY) for p in PROMPTS])
+    assert tiny.answers_of(requests) == plain()
+    assert len({tuple(a) for a in plain()}) == len(PROMPTS)  # the oracle is not trivial
+    assert all(len(set(a)) > 3 for a in plain())
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("k", [1, 2, 5, 16])
+def test_any_scripted_drafter_leaves_greedy_output_unchanged(name: str, k: int) -> None:
+    engine = tiny.make_engine(target(), scripted(name), k)
+    requests = tiny.run(engine, [Job(p, GREEDY) for p in PROMPTS])
+    assert tiny.answers_of(requests) == plain()
+
+
+def test_an_oracle_is_always_accepted_and_a_wrong_drafter_never() -> None:
+    for name, rate in (("oracle", 1.0), ("wrong", 0.0)):
+        engine = tiny.make_engine(target(), scripted(name), 4)
+        tiny.run(engine, [Job(p, GREEDY) for p in PROMPTS])
+        assert engine.stats.num_draft_tokens > 0
+        assert engine.stats.acceptance_rate == rate
+    # The first token comes from prefill; of the 19 others, four drafts and a bonus a step.
+    assert engine.stats.num_steps == 5 * 20
+    engine = tiny.make_engine(target(), scripted("oracle"), 4)
+    tiny.run(engine, [Job(p, GREEDY) for p in PROMPTS])
+    assert engine.stats.num_steps == 5 * (1 + 4)
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "p-eagle, 1 layer": {},
+    "p-eagle, 2 layers": {"num_hidden_layers": 2},
+    "p-eagle, 4 layers": {"num_hidden_layers": 4},
+    "p-eagle, own tables": {"has_embed_tokens": True, "has_lm_head": True},
+    "p-eagle, reduced vocabulary": {"draft_vocab_size": 13},
+    "p-eagle, reduced, own table": {"draft_vocab_size": 13, "has_lm_head": True},
+    "p-eagle, norm before residual": {"norm_before_residual": True, "num_hidden_layers": 2},
+    "eagle3": {"method": "eagle3"},
+    "eagle3, normed output": {"method": "eagle3", "norm_output": True},
+    "eagle3, reduced vocabulary": {"method": "eagle3", "draft_vocab_size": 13},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "k"),
+    [*((name, 7) for name in HEADS)]
+    + [(name, k) for name in ("p-eagle, 2 layers", "eagle3") for k in (1, 2, 16)],
+)
+def test_any_head_leaves_greedy_output_unchanged(name: str, k: int) -> None:
+    drafter = tiny.head_drafter(tiny.make_head(target(), **HEADS[name]))
+    requests = tiny.run(tiny.make_engine(target(), drafter, k), [Job(p, GREEDY) for p in PROMPTS])
+    assert tiny.answers_of(requests) == plain()
+
+
+@pytest.mark.parametrize("name", ["mixed", "ngram", "p-eagle, 2 layers", "eagle3"])
+@settings(max_examples=8)
+@given(data=st.data())
+def test_greedy_output_is_unchanged_in_batches_that_change_at_every_step(
+    name: str, data: st.DataObject
+) -> None:
+    drafter = (
+        tiny.head_drafter(tiny.make_head(target(), **HEADS[name]))
+        if name in HEADS
+        else scripted(name)
+    )
+    jobs, expected = [], []
+    for prompt, answer in zip(PROMPTS, plain(), strict=True):
+        length = data.draw(st.integers(1, 20), label="max_tokens")
+        drafts = data.draw(st.sampled_from([None, 0, 1, 3, 16]), label="k")
+        joins = data.draw(st.integers(0, 12), label="joins")
+        params = dataclasses.replace(GREEDY, max_tokens=length, num_speculative_tokens=drafts)
+        jobs.append(Job(prompt, params, joins))
+        expected.append(answer[:length])
+    engine = tiny.make_engine(
+        target(),
+        drafter,
+        data.draw(st.integers(1, 16), label="engine k"),
+        max_num_seqs=data.draw(st.integers(1, 5), label="max_num_seqs"),
+        max_num_batched_tokens=data.draw(st.integers(1, 24), label="budget"),
+        block_size=data.draw(st.sampled_from([1, 3, 16]), label="block_size"),
+    )
+    assert tiny.answers_of(tiny.run(engine, jobs)) == expected
+
+
+def test_requests_that_leave_by_abort_do_not_disturb_the_others() -> None:
+    rng = random.Random(0)
+    drafter = tiny.head_drafter(tiny.make_head(target(), num_hidden_layers=2))
+    engine = tiny.make_engine(target(), drafter, 5, max_num_seqs=4)
+    kept = [engine.add_request(f"kept {n}", p, GREEDY) for n, p in enumerate(PROMPTS)]
+    doomed = []
+    while engine.has_unfinished:
+        if any(r.finish_reason is None for r in kept):
+            doomed.append(engine.add_request("doomed", rng.choice(PROMPTS), GREEDY))
+        engine.step()
+        for request in doomed:
+            if rng.random() < 0.5:
+                engine.abort(request)
+    assert tiny.answers_of(kept) == plain()
+    assert {r.finish_reason for r in doomed} <= {"abort", "length"}
+    assert engine.allocator.num_free == engine.allocator.num_blocks
+
+
+def test_a_request_without_speculation_is_never_drafted_for() -> None:
+    params = dataclasses.replace(GREEDY, num_speculative_tokens=0)
+    engine = tiny.make_engine(target(), scripted("oracle"), 4)
+    jobs = [Job(PROMPTS[0], params), Job(PROMPTS[1], GREEDY)]
+    off, on = tiny.run(engine, jobs)
+    assert tiny.answers_of([off, on]) == plain()[:2]
+    assert off.stats.num_draft_tokens == 0
+    assert on.stats.num_draft_tokens > 0
+
+
+def test_greedy_requests_are_unchanged_next_to_sampled_ones() -> None:
+    sampled = SamplingParams(temperature=1.3, top_p=0.9, seed=5, max_tokens=20)
+    jobs = [Job(p, GREEDY if n % 2 else sampled, joins=n) for n, p in enumerate(PROMPTS)]
+    for verification in ("coupled", "rejection"):
+        drafter = tiny.head_drafter(tiny.make_head(target()))
+        engine = tiny.make_engine(target(), drafter, 4, verification)
+        answers = tiny.answers_of(tiny.run(engine, jobs))
+        assert answers[1::2] == plain()[1::2]
+
+
+@pytest.mark.parametrize("windows", [(4, 4), (None, 6), (1, None)])
+def test_sliding_windows_are_kept_under_speculation(windows: tuple[int | None, ...]) -> None:
+    model = tiny.make_target(torch.float64, sliding_windows=windows)
+    jobs = [Job(p, GREEDY) for p in [*PROMPTS, list(range(30))]]
+    expected = [tiny.naive(model, job) for job in jobs]
+    known = [j.prompt + a for j, a in zip(jobs, expected, strict=True)]
+    for budget in (64, 8):  # long prompts whole and in chunks
+        engine = tiny.make_engine(model, tiny.mixed(known), 6, max_num_batched_tokens=budget)
+        assert tiny.answers_of(tiny.run(engine, jobs)) == expected
+
+
+def test_a_stop_token_among_accepted_drafts_ends_the_request_there() -> None:
+    answer = plain()[0]
+    end = answer[7]
+    first = answer.index(end)
+    engine = tiny.make_engine(target(), scripted("oracle"), 16, eos=[end])
+    by_eos, by_id, ignoring = tiny.run(
+        engine,
+        [
+            Job(PROMPTS[0], dataclasses.replace(GREEDY, ignore_eos=False)),
+            Job(PROMPTS[0], dataclasses.replace(GREEDY, stop_token_ids=[end])),
+            Job(PROMPTS[0], GREEDY),
+        ],
+    )
+    assert by_eos.output_token_ids == by_id.output_token_ids == answer[: first + 1]
+    assert (by_eos.finish_reason, by_eos.stop_reason) == ("stop", None)
+    assert (by_id.finish_reason, by_id.stop_reason) == ("stop", end)
+    assert ignoring.output_token_ids == answer
+    assert ignoring.finish_reason == "length"

@@ -1,0 +1,97 @@
+"""Log-probabilities are those of the plain target before any adjustment, drafts or not."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from peagle.engine.llm import LLM
+from peagle.engine.request import Request
+from peagle.models.target import TargetModel
+from peagle.sampling_params import SamplingParams
+
+from . import tiny
+from .tiny import VOCAB, Job
+
+PROMPTS = tiny.prompts(3, seed=14)
+
+
+@cache
+def target() -> TargetModel:
+    return tiny.make_target(torch.float64)
+
+
+def check(request: Request, wanted: int) -> None:
+    raw = tiny.naive_logits(target(), request.token_ids)[len(request.prompt_token_ids) - 1 : -1]
+    laws = raw.log_softmax(-1)
+    assert len(request.logprobs) == request.num_outputs
+    for token, entry, law in zip(request.output_token_ids, request.logprobs, laws, strict=True):
+        assert entry.token_ids[0] == token
+        best = law.sort(descending=True)
+        assert entry.token_ids[1:] == best.indices[:wanted].tolist()
+        expected = torch.cat((law[token, None], best.values[:wanted]))
+        torch.testing.assert_close(
+            torch.tensor(entry.logprobs, dtype=torch.float64), expected, rtol=0, atol=1e-9
+        )
+        rank = best.indices.tolist().index(token) + 1
+        assert entry.ranks == [rank, *range(1, len(entry.token_ids))]
+
+
+@pytest.mark.parametrize("method", ["plain", "mixed", "p-eagle"])
+@pytest.mark.parametrize("wanted", [0, 1, 5, VOCAB + 10])
+def test_logprobs_are_the_plain_targets_raw_ones(method: str, wanted: int) -> None:
+    modes = [
+        SamplingParams(temperature=0.0, logprobs=wanted, max_tokens=12),
+        SamplingParams(seed=1, temperature=1.5, top_k=7, logprobs=wanted, max_tokens=12),
+        SamplingParams(seed=2, logit_bias={3: 5.0}, presence_penalty=1.0, logprobs=wanted),
+    ]
+    jobs = [Job(p, mode) for p, mode in zip(PROMPTS, modes, strict=True)]
+    known = [j.prompt + tiny.naive(target(), j) for j in jobs]
+    drafter = {
+        "plain": lambda: None,
+        "mixed": lambda: tiny.mixed(known),
+        "p-eagle": lambda: tiny.head_drafter(tiny.make_head(target())),
+    }[method]()
+    for request in tiny.run(tiny.make_engine(target(), drafter, 5), jobs):
+        check(request, min(wanted, VOCAB))
+
+
+def test_rejection_reports_the_targets_logprobs_too() -> None:
+    drafter = tiny.head_drafter(tiny.make_head(target()))
+    engine = tiny.make_engine(target(), drafter, 4, "rejection")
+    params = SamplingParams(logprobs=2, max_tokens=12)
+    for request in tiny.run(engine, [Job(p, params) for p in PROMPTS]):
+        check(request, 2)
+
+
+def test_logprobs_are_cut_where_a_stop_token_ends_the_answer() -> None:
+    plain = tiny.naive(target(), Job(PROMPTS[0], tiny.GREEDY))
+    params = SamplingParams(temperature=0.0, logprobs=1, stop_token_ids=[plain[4]])
+    engine = tiny.make_engine(target(), tiny.oracle([PROMPTS[0] + plain]), 16)
+    (request,) = tiny.run(engine, [Job(PROMPTS[0], params)])
+    assert request.num_outputs <= 5
+    check(request, 1)
+
+
+def test_none_are_kept_unless_asked_for() -> None:
+    (request,) = tiny.run(tiny.make_engine(target()), [Job(PROMPTS[0], tiny.GREEDY)])
+    assert request.logprobs == []
+
+
+def test_the_llm_names_tokens_and_sums_the_chosen_ones(plain_llm: LLM, spec_llm: LLM) -> None:
+    params = SamplingParams(seed=5, logprobs=3, max_tokens=10, ignore_eos=True)
+    tokenizer = plain_llm.get_tokenizer()
+    for llm in (plain_llm, spec_llm):
+        answer = llm.generate("abc", params)[0].outputs[0]
+        assert answer.logprobs is not None
+        total = 0.0
+        for token, entry in zip(answer.token_ids, answer.logprobs, strict=True):
+            assert token in entry
+            assert 3 <= len(entry) <= 4
+            assert all(e.decoded_token == tokenizer.decode([t]) for t, e in entry.items())
+            assert sorted(e.rank for e in entry.values())[:3] == [1, 2, 3]
+            total += entry[token].logprob
+        assert answer.cumulative_logprob == pytest.approx(total)
+    assert llm.generate("abc", SamplingParams())[0].outputs[0].logprobs is None

@@ -1,0 +1,223 @@
+"""Claim 2: sampled output is the target's: token for token when coupled, in law by rejection."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peagle.models.drafter import Drafter
+from peagle.models.ngram import NgramDrafter
+from peagle.models.target import TargetModel
+from peagle.sampling_params import SamplingParams
+from peagle.speculation.sampling import SamplingRows, filter_logits, probabilities
+
+from . import tiny
+from .tiny import VOCAB, Job
+
+PROMPTS = tiny.prompts(3, seed=11)
+
+
+@cache
+def target() -> TargetModel:
+    return tiny.make_target(torch.float64)
+
+
+def drafter_named(name: str, known: list[list[int]]) -> Drafter | None:
+    makers: dict[str, Any] = {
+        "plain": lambda: None,
+        "oracle": lambda: tiny.oracle(known),
+        "mixed": lambda: tiny.mixed(known),
+        "ngram": lambda: NgramDrafter(1, 3),
+        "p-eagle": lambda: tiny.head_drafter(tiny.make_head(target(), draft_vocab_size=25)),
+        "eagle3": lambda: tiny.head_drafter(tiny.make_head(target(), "eagle3")),
+    }
+    return makers[name]()
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.7},
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.8},
+    "min-p": {"min_p": 0.1},
+    "repetition penalty": {"repetition_penalty": 1.8},
+    "presence penalty": {"presence_penalty": 1.5},
+    "frequency penalty": {"frequency_penalty": -1.5},
+    "logit bias": {"logit_bias": {3: 4.0, 5: -100.0}},
+    "bad words": {"bad_word_ids": [[7], [2, 3], [1, 2, 4]]},
+    "min tokens": {"min_tokens": 9, "eos": (1, 2, 3, 4, 5, 6, 7, 8)},
+    "stop ids": {"stop_token_ids": [9, 10, 11], "min_tokens": 4},
+    "greedy, penalised": {"temperature": 0.0, "repetition_penalty": 1.5, "presence_penalty": 0.5},
+}
+
+
+def job_of(prompt: list[int], mode: dict[str, Any], seed: int) -> Job:
+    mode = dict(mode)
+    words, eos = mode.pop("bad_word_ids", ()), mode.pop("eos", ())
+    params = SamplingParams(**{"seed": seed, "max_tokens": 14} | mode)
+    return Job(prompt, params, bad_word_ids=words, eos=eos)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_seed_gives_the_plain_tokens_with_every_drafter(mode: str) -> None:
+    jobs = [job_of(p, MODES[mode], seed=31 + n) for n, p in enumerate(PROMPTS)]
+    expected = [tiny.naive(target(), job) for job in jobs]
+    known = [j.prompt + a for j, a in zip(jobs, expected, strict=True)]
+    for name in ("plain", "oracle", "mixed", "ngram", "p-eagle", "eagle3"):
+        engine = tiny.make_engine(target(), drafter_named(name, known), 5, eos=jobs[0].eos)
+        assert tiny.answers_of(tiny.run(engine, jobs)) == expected, name
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_bad_word_is_banned_where_drafts_of_the_same_step_began_it(temperature: float) -> None:
+    """The drafter wants to say the very words that are banned."""
+    free = job_of(PROMPTS[0], {"temperature": temperature}, seed=8)
+    wanted = tiny.naive(target(), free)
+    words = [wanted[n : n + size] for n, size in ((1, 2), (4, 3), (8, 2))]
+    job = free._replace(bad_word_ids=words)
+    expected = tiny.naive(target(), job)
+    assert expected != wanted
+    for known in (wanted, expected):
+        engine = tiny.make_engine(target(), tiny.oracle([job.prompt + known]), 16)
+        assert tiny.run(engine, [job])[0].output_token_ids == expected
+
+
+@st.composite
+def modes(draw: st.DrawFn) -> dict[str, Any]:
+    token = st.integers(0, VOCAB - 1)
+    return {
+        "temperature": draw(st.sampled_from([0.0, 0.5, 1.0, 1.7])),
+        "top_k": draw(st.sampled_from([-1, 0, 1, 8, 100])),
+        "top_p": draw(st.sampled_from([1.0, 0.9, 0.4])),
+        "min_p": draw(st.sampled_from([0.0, 0.05, 0.5])),
+        "repetition_penalty": draw(st.sampled_from([1.0, 0.7, 1.9])),
+        "presence_penalty": draw(st.sampled_from([0.0, -1.0, 2.0])),
+        "frequency_penalty": draw(st.sampled_from([0.0, -0.5, 1.0])),
+        "logit_bias": draw(st.dictionaries(token, st.floats(-5, 5), max_size=3)),
+        "bad_word_ids": draw(st.lists(st.lists(token, min_size=1, max_size=3), max_size=4)),
+        "eos": tuple(draw(st.lists(token, max_size=4))),
+        "min_tokens": draw(st.integers(0, 14)),
+        "ignore_eos": draw(st.booleans()),
+        "stop_token_ids": draw(st.lists(token, max_size=2)),
+    }
+
+
+@settings(max_examples=20)
+@given(
+    modes(),
+    st.integers(0, 2**63 - 1),
+    st.sampled_from(["mixed", "ngram", "p-eagle", "eagle3"]),
+    st.integers(1, 16),
+)
+def test_a_seed_gives_the_plain_tokens_in_any_combination_of_modes(
+    mode: dict[str, Any], seed: int, drafter: str, k: int
+) -> None:
+    job = job_of(PROMPTS[0], mode, seed)
+    expected = tiny.naive(target(), job)
+    other = job_of(PROMPTS[1], {}, seed=1)  # a neighbour of another kind
+    known = [job.prompt + expected]
+    engine = tiny.make_engine(target(), drafter_named(drafter, known), k, eos=job.eos)
+    assert tiny.run(engine, [job, other])[0].output_token_ids == expected
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+def test_drafts_from_the_targets_own_law_are_all_accepted(verification: Any) -> None:
+    """Draft and target must use the same noise at the same position (coupled), and the law that
+    is verified must be the one that was drawn from (rejection)."""
+    for mode in ({}, {"temperature": 0.6, "top_k": 9}, {"top_p": 0.7, "min_p": 0.02}):
+        jobs = [job_of(p, mode, seed=3 + n) for n, p in enumerate(PROMPTS)]
+        drafter = tiny.TargetAsDrafter(target())
+        engine = tiny.make_engine(target(), drafter, 4, verification, max_num_batched_tokens=16)
+        tiny.run(engine, jobs)
+        assert engine.stats.num_draft_tokens >= 20
+        assert engine.stats.acceptance_rate == 1.0
+
+
+SMALL_VOCAB = 4
+
+
+@cache
+def small_target() -> TargetModel:
+    return tiny.make_target(torch.float32, vocab_size=SMALL_VOCAB)
+
+
+def exact_law(
+    prompt: list[int], length: int, params: SamplingParams
+) -> dict[tuple[int, ...], float]:
+    rows = SamplingRows(
+        torch.tensor([params.temperature]),
+        torch.tensor([max(params.top_k, 0)]),
+        torch.tensor([params.top_p]),
+        torch.tensor([params.min_p]),
+    )
+    law = {}
+    for tokens in product(range(SMALL_VOCAB), repeat=length):
+        logits = tiny.naive_logits(small_target(), [*prompt, *tokens])[len(prompt) - 1 : -1]
+        mass = 1.0
+        for row, token in zip(logits, tokens, strict=True):
+            mass *= float(probabilities(filter_logits(row[None], rows))[0, token])
+        law[tokens] = mass
+    return law
+
+
+def deviation(seen: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+    """Chi-square of the counts, in standard deviations from its mean; rare cells are merged."""
+    total = sum(seen.values())
+    common = [t for t, p in law.items() if p * total >= 5]
+    cells = [(seen[t], law[t] * total) for t in common]
+    cells.append((total - sum(n for n, _ in cells), total - sum(e for _, e in cells)))
+    chi2 = sum((n - e) ** 2 / e for n, e in cells if e > 1)
+    freedom = len(cells) - 1
+    return (chi2 - freedom) / math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("p-eagle", {}),
+        ("eagle3", {"temperature": 0.8, "top_k": 3}),
+        ("ngram", {"temperature": 1.2, "min_p": 0.05}),
+    ],
+)
+def test_rejection_through_the_engine_has_the_targets_law(name: str, mode: dict[str, Any]) -> None:
+    prompt, length, samples = [1, 2, 0, 3, 1, 2, 0], 3, 1000
+    drafter: Drafter = (
+        NgramDrafter(1, 3)
+        if name == "ngram"
+        else tiny.head_drafter(tiny.make_head(small_target(), name))
+    )
+    engine = tiny.make_engine(small_target(), drafter, 2, "rejection", max_num_seqs=64)
+    # One token more than is looked at, so that the last of them is drafted for, too.
+    params = SamplingParams(max_tokens=length + 1, **mode)
+    requests = [engine.add_request(str(n), prompt, params) for n in range(samples)]
+    while engine.has_unfinished:
+        engine.step()
+    assert 0.05 < engine.stats.acceptance_rate < 0.98  # both branches were taken
+    seen = Counter(tuple(r.output_token_ids[:length]) for r in requests)
+    law = exact_law(prompt, length, params)
+    assert all(law[tokens] > 0 for tokens in seen)
+    assert abs(deviation(seen, law)) < 5
+
+
+def test_rejection_with_a_seed_repeats_itself() -> None:
+    jobs = [job_of(p, {}, seed=n) for n, p in enumerate(PROMPTS)]
+    runs = []
+    for _ in range(2):
+        drafter = tiny.head_drafter(tiny.make_head(target()))
+        engine = tiny.make_engine(target(), drafter, 4, "rejection")
+        runs.append(tiny.answers_of(tiny.run(engine, jobs)))
+    assert runs[0] == runs[1]
+
+
+def test_requests_without_a_seed_differ_and_the_engines_seed_repeats_them() -> None:
+    jobs = [Job(PROMPTS[0], SamplingParams(max_tokens=12))] * 3
+    runs = [tiny.answers_of(tiny.run(tiny.make_engine(target(), seed=s), jobs)) for s in (1, 1, 2)]
+    assert runs[0] == runs[1]
+    assert len({tuple(a) for a in runs[0] + runs[2]}) == 6

@@ -1,0 +1,312 @@
+"""Tiny targets, heads and drafters of known behaviour, and a slow answer to compare with.
+
+`naive` is the oracle of these tests: it shares with the engine the model and the definition of
+the noise, and nothing else. It recomputes the whole prefix for every token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from peagle.config import EngineConfig, Verification
+from peagle.engine.engine import Engine, Speculation
+from peagle.engine.request import Request
+from peagle.models.attention import causal_attention
+from peagle.models.config import DecoderConfig
+from peagle.models.drafter import CacheLayout, DraftBatch, Drafter, SequenceDraft
+from peagle.models.eagle import EagleNetwork, initialise, shared_tables
+from peagle.models.eagle3 import Eagle3Drafter
+from peagle.models.head_config import HeadConfig
+from peagle.models.p_eagle import PEagleDrafter
+from peagle.models.target import TargetModel
+from peagle.sampling_params import SamplingParams
+from peagle.speculation.noise import gumbel_noise
+from peagle.speculation.sampling import SamplingRows, filter_logits, sample
+
+VOCAB = 40
+CONTEXT = 96
+HIDDEN = 32
+ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
+
+
+def llama_config(**changes: Any) -> LlamaConfig:
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": CONTEXT,
+        "rope_parameters": ROPE,
+    }
+    return LlamaConfig(**fields | changes)
+
+
+def make_target(
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    sliding_windows: tuple[int | None, ...] = (),
+    **changes: Any,
+) -> TargetModel:
+    config = DecoderConfig.from_transformers(llama_config(**changes))
+    object.__setattr__(config, "sliding_windows", sliding_windows)
+    model = TargetModel(config).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for weight in model.parameters():
+        if weight.dim() == 2:  # large enough that answers differ and do not fall into a loop
+            torch.nn.init.normal_(weight, 0.0, 0.3, generator=generator)
+    return model.requires_grad_(False).eval()
+
+
+def make_head(
+    target: TargetModel, method: str = "p-eagle", seed: int = 0, **changes: Any
+) -> EagleNetwork:
+    fields: dict[str, Any] = {
+        "method": method,
+        "target_model": "tiny",
+        "target_hidden_size": target.config.hidden_size,
+        "target_num_hidden_layers": target.config.num_hidden_layers,
+        "vocab_size": target.config.vocab_size,
+        "aux_hidden_state_layer_ids": (0, 1, 2),
+        "hidden_size": target.config.hidden_size,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": target.config.max_position_embeddings,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": ROPE,
+        "draft_vocab_size": target.config.vocab_size,
+        "max_speculative_tokens": 16,
+        "num_speculative_tokens": 4,
+    }
+    network = EagleNetwork(HeadConfig(**fields | changes), shared_tables(target))
+    network.to(target.embed_tokens.weight.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    if network.config.reduced_vocabulary:
+        every = torch.randperm(target.config.vocab_size, generator=generator)
+        network.target_ids = every[: network.config.draft_vocab_size].sort().values
+    initialise(network, target, generator)
+    with torch.no_grad():  # larger than a training start, so that mistakes show
+        for weight in network.parameters():
+            weight.add_(0.2 * torch.randn(weight.shape, generator=generator))
+    return network.requires_grad_(False)
+
+
+def head_drafter(network: EagleNetwork) -> Drafter:
+    if network.config.method == "p-eagle":
+        return PEagleDrafter(network)
+    return Eagle3Drafter(network)
+
+
+class ScriptedDrafter:
+    """Drafts what `script(history, k)` returns."""
+
+    method = "scripted"
+    cache_layout: CacheLayout | None = None
+    max_speculative_tokens = 64
+    max_positions: int | None = None
+
+    def __init__(
+        self, script: Callable[[list[int], int], list[int]], tap_layers: tuple[int, ...] = ()
+    ) -> None:
+        self.script = script
+        self.tap_layers = tap_layers
+
+    def propose(self, batch: DraftBatch) -> list[SequenceDraft]:
+        return [
+            SequenceDraft(self.script(list(s.history), s.num_draft_tokens)[: s.num_draft_tokens])
+            for s in batch.sequences
+        ]
+
+
+class TargetAsDrafter(ScriptedDrafter):
+    """Draws from the target's own law, token by token: every draft must be accepted."""
+
+    def __init__(self, target: TargetModel) -> None:
+        self.target = target
+        self.tap_layers = ()
+
+    def propose(self, batch: DraftBatch) -> list[SequenceDraft]:
+        return [self._draft(batch, index) for index in range(len(batch.sequences))]
+
+    def _draft(self, batch: DraftBatch, index: int) -> SequenceDraft:
+        sequence = batch.sequences[index]
+        tokens, laws = [], []
+        for depth in range(sequence.num_draft_tokens):
+            logits = naive_logits(self.target, [*sequence.history, *tokens])[-1:]
+            choice = batch.choose(logits, [index], [depth], None)
+            tokens.append(int(choice.token_ids))
+            if choice.probabilities is not None:
+                laws.append(choice.probabilities)
+        return SequenceDraft(tokens, torch.cat(laws) if laws else None)
+
+
+def oracle(answers: Sequence[Sequence[int]]) -> ScriptedDrafter:
+    """Knows whole sequences, prompt included."""
+
+    def script(history: list[int], k: int) -> list[int]:
+        for answer in answers:
+            if list(answer[: len(history)]) == history:
+                return list(answer[len(history) : len(history) + k])
+        return []
+
+    return ScriptedDrafter(script)
+
+
+def always_wrong(answers: Sequence[Sequence[int]]) -> ScriptedDrafter:
+    knows = oracle(answers)
+    return ScriptedDrafter(lambda h, k: [(t + 1) % VOCAB for t in knows.script(h, k)])
+
+
+def random_drafts(seed: int = 0) -> ScriptedDrafter:
+    rng = random.Random(seed)
+    return ScriptedDrafter(lambda h, k: [rng.randrange(VOCAB) for _ in range(k)])
+
+
+def mixed(answers: Sequence[Sequence[int]], seed: int = 0) -> ScriptedDrafter:
+    """Right up to a depth that changes at every step, then anything; sometimes fewer drafts."""
+    knows, rng = oracle(answers), random.Random(seed)
+
+    def script(history: list[int], k: int) -> list[int]:
+        right = knows.script(history, k)[: rng.randint(0, k)]
+        return (right + [rng.randrange(VOCAB) for _ in range(k)])[: rng.randint(0, k)]
+
+    return ScriptedDrafter(script)
+
+
+def few(answers: Sequence[Sequence[int]], count: int) -> ScriptedDrafter:
+    knows = oracle(answers)
+    return ScriptedDrafter(lambda h, k: knows.script(h, k)[:count])
+
+
+class Job(NamedTuple):
+    """A request and the step at which it joins."""
+
+    prompt: list[int]
+    params: SamplingParams
+    joins: int = 0
+    bad_word_ids: Sequence[Sequence[int]] = ()
+    eos: tuple[int, ...] = ()
+
+
+def make_engine(
+    target: TargetModel,
+    drafter: Drafter | None = None,
+    k: int = 4,
+    verification: Verification = "coupled",
+    eos: Sequence[int] = (),
+    **options: Any,
+) -> Engine:
+    speculation = None if drafter is None else Speculation(drafter, k, verification)
+    config = EngineConfig(**{"max_num_seqs": 8, "block_size": 4} | options)
+    return Engine(target, config, eos_token_ids=eos, speculation=speculation)
+
+
+def run(engine: Engine, jobs: Sequence[Job], max_steps: int = 2000) -> list[Request]:
+    """Steps until all are done; the blocks must be back afterwards."""
+    requests: dict[int, Request] = {}
+    step = 0
+    while len(requests) < len(jobs) or engine.has_unfinished:
+        assert step < max_steps, "the engine makes no progress"
+        for n, job in enumerate(jobs):
+            if job.joins <= step and n not in requests:
+                requests[n] = engine.add_request(
+                    str(n), job.prompt, job.params, bad_word_ids=job.bad_word_ids
+                )
+        engine.step()
+        engine.allocator.check([r.table for r in requests.values() if r.table is not None])
+        step += 1
+    assert engine.allocator.num_free == engine.allocator.num_blocks
+    return [requests[n] for n in range(len(jobs))]
+
+
+def answers_of(requests: Sequence[Request]) -> list[list[int]]:
+    return [r.output_token_ids for r in requests]
+
+
+def naive_logits(target: TargetModel, token_ids: Sequence[int]) -> Tensor:
+    """[n, V], from scratch."""
+    return _naive_logits(target, tuple(token_ids))
+
+
+@lru_cache(maxsize=4000)  # many tests ask for the same answers
+@torch.inference_mode()
+def _naive_logits(target: TargetModel, token_ids: tuple[int, ...]) -> Tensor:
+    positions = torch.arange(len(token_ids))
+    hidden, _ = target(torch.tensor(token_ids), positions, causal_attention(positions))
+    return target.logits(hidden)
+
+
+def naive_taps(target: TargetModel, token_ids: Sequence[int], layers: tuple[int, ...]) -> Tensor:
+    positions = torch.arange(len(token_ids))
+    taps = target(torch.tensor(token_ids), positions, causal_attention(positions), layers).taps
+    assert taps is not None
+    return taps
+
+
+def naive(target: TargetModel, job: Job, max_model_len: int = CONTEXT) -> list[int]:
+    """The plain answer to a job, token by token, each from the whole prefix."""
+    prompt, p = job.prompt, job.params
+    room = max_model_len - len(prompt)
+    ends = set(p.stop_token_ids) | (set() if p.ignore_eos else set(job.eos))
+    said: list[int] = []
+    while len(said) < (room if p.max_tokens is None else min(p.max_tokens, room)):
+        logits = naive_logits(target, prompt + said)[-1]
+        logits = _adjusted(logits, prompt, said, job, ends)
+        said.append(_chosen(logits, p, len(said)))
+        if said[-1] in ends:
+            break
+    return said
+
+
+def _adjusted(
+    logits: Tensor, prompt: list[int], said: list[int], job: Job, ends: set[int]
+) -> Tensor:
+    p = job.params
+    values = logits.tolist()
+    for *prefix, last in job.bad_word_ids:
+        if not prefix or said[-len(prefix) :] == prefix:
+            values[last] = -float("inf")
+    for token in ends if len(said) < p.min_tokens else ():
+        values[token] = -float("inf")
+    for token, bias in p.logit_bias.items():
+        values[token] += bias
+    for token in {*prompt, *said}:
+        factor = p.repetition_penalty
+        values[token] = values[token] / factor if values[token] > 0 else values[token] * factor
+    for token in set(said):
+        values[token] -= p.presence_penalty + p.frequency_penalty * said.count(token)
+    return torch.tensor(values, dtype=logits.dtype)
+
+
+def _chosen(logits: Tensor, p: SamplingParams, position: int) -> int:
+    if p.greedy:
+        return int(logits.argmax())
+    rows = SamplingRows(
+        torch.tensor([p.temperature]),
+        torch.tensor([max(p.top_k, 0)]),
+        torch.tensor([p.top_p]),
+        torch.tensor([p.min_p]),
+    )
+    assert p.seed is not None
+    noise = gumbel_noise(torch.tensor([p.seed]), torch.tensor([position]), len(logits))
+    return int(sample(filter_logits(logits[None], rows), noise))
+
+
+def prompts(count: int, seed: int = 0, longest: int = 12) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
