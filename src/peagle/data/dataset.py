@@ -1,0 +1,231 @@
+"""The prepared dataset: a folder of shards that `peagle prepare` writes and training reads.
+
+    manifest.json            what made it, and the list of shards; a file not listed does not exist
+    shard-00000.safetensors  token_ids int32 [T], loss_mask uint8 [T], offsets int64 [rows + 1]
+    shard-00000.json         id, category, clipped and looping of each row
+
+`loss_mask` is 1 where the target itself generated the token. It comes from generated token ids,
+never from matching text. The manifest is replaced last, so a kill loses the open shard alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from peagle.errors import DataError
+from peagle.provenance import write_json
+
+FORMAT = "peagle-dataset-1"
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One document: a chat in the target's template with the target's answers."""
+
+    id: str
+    token_ids: Sequence[int] | Tensor  # [n]
+    loss_mask: Sequence[int] | Tensor  # [n]
+    category: str = ""
+    clipped: bool = False  # the answer ran into the length limit
+    looping: bool = False  # the answer repeats itself
+
+
+class DatasetWriter:
+    """Collects rows and writes them shard by shard; opening the same folder again continues.
+
+    `made_by` says what produced the rows (target, chat template, generation options ...): rows
+    of two different makings do not mix.
+    """
+
+    def __init__(
+        self, folder: Path, made_by: Mapping[str, Any], *, rows_per_shard: int = 4096
+    ) -> None:
+        self.folder = folder
+        self.rows_per_shard = rows_per_shard
+        self._pending: list[Row] = []
+        self._manifest = self._open(json.loads(json.dumps(made_by)))
+
+    def _open(self, made_by: dict[str, Any]) -> dict[str, Any]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not (self.folder / MANIFEST).exists():
+            return {"format": FORMAT, "made_by": made_by, "shards": []}
+        manifest = read_manifest(self.folder)
+        if manifest["made_by"] != made_by:
+            raise DataError(
+                f"{self.folder} was prepared with other options",
+                hint="prepare into a new folder, or repeat the options in its manifest.json",
+            )
+        return manifest
+
+    def row_ids(self) -> set[str]:
+        """Rows that are already safe on disk: a resumed run skips them."""
+        ids: set[str] = set()
+        for shard in self._manifest["shards"]:
+            ids |= {row["id"] for row in _read_rows(self.folder, shard["name"])}
+        return ids
+
+    def add(self, row: Row) -> None:
+        if len(row.token_ids) != len(row.loss_mask):
+            raise DataError(
+                f"row {row.id!r} has {len(row.token_ids)} tokens "
+                f"but {len(row.loss_mask)} mask values"
+            )
+        if len(row.token_ids) == 0:
+            raise DataError(f"row {row.id!r} is empty")
+        self._pending.append(row)
+        if len(self._pending) >= self.rows_per_shard:
+            self.flush()
+
+    def flush(self) -> None:
+        """Makes every row added so far safe. Small shards cost little: call it when in doubt."""
+        if not self._pending:
+            return
+        name = f"shard-{len(self._manifest['shards']):05d}"
+        tensors = _join(self._pending)
+        _save_atomic(tensors, self.folder / f"{name}.safetensors")
+        rows = [
+            {"id": r.id, "category": r.category, "clipped": r.clipped, "looping": r.looping}
+            for r in self._pending
+        ]
+        write_json(self.folder / f"{name}.json", {"rows": rows})
+        self._manifest["shards"].append(
+            {
+                "name": name,
+                "rows": len(rows),
+                "tokens": len(tensors["token_ids"]),
+                "supervised_tokens": int(tensors["loss_mask"].sum()),
+            }
+        )
+        self._manifest["totals"] = totals(self._manifest["shards"])
+        write_json(self.folder / MANIFEST, self._manifest)
+        self._pending = []
+
+
+class Dataset:
+    """Random access by row. Shards are memory-mapped: a row costs nothing until it is read.
+
+    Rows longer than `max_length` lose their end; `num_cut` says how many do.
+    """
+
+    def __init__(self, folder: Path, max_length: int | None = None) -> None:
+        self.folder = folder
+        self.max_length = max_length
+        self.manifest = read_manifest(folder)
+        shards = self.manifest["shards"]
+        if not shards:
+            raise DataError(f"{folder} holds no rows", hint="run `peagle prepare` first")
+        self.info = [row for s in shards for row in _read_rows(folder, s["name"])]
+        self._shards = [_read_shard(folder, s) for s in shards]
+        counts = torch.tensor([s["rows"] for s in shards])
+        self._first_row = torch.cat((torch.zeros(1, dtype=torch.long), counts.cumsum(0)))
+        lengths = torch.cat([s["offsets"].diff() for s in self._shards])
+        self.lengths = lengths if max_length is None else lengths.clamp(max=max_length)  # [rows]
+        self.num_cut = int((self.lengths < lengths).sum())
+        if totals(shards)["supervised_tokens"] == 0:
+            raise DataError(
+                f"no token of {folder} is supervised: there is nothing to learn from",
+                hint="the loss mask must be 1 on the tokens that the target generated",
+            )
+
+    def __len__(self) -> int:
+        return len(self.info)
+
+    def __getitem__(self, index: int) -> Row:
+        shard = int(torch.searchsorted(self._first_row, index, right=True)) - 1
+        tensors = self._shards[shard]
+        start = int(tensors["offsets"][index - self._first_row[shard]])
+        end = start + int(self.lengths[index])
+        return Row(
+            token_ids=tensors["token_ids"][start:end],
+            loss_mask=tensors["loss_mask"][start:end],
+            **self.info[index],
+        )
+
+    def split(self, held_out_share: float) -> tuple[list[int], list[int]]:
+        """Row indices to train on and to hold out. A row's side depends on its id alone."""
+        held_out = [_fraction(row["id"]) < held_out_share for row in self.info]
+        train = [i for i, held in enumerate(held_out) if not held]
+        return train, [i for i, held in enumerate(held_out) if held]
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(
+            f"{folder} is no prepared dataset: it has no {MANIFEST}", hint="run `peagle prepare`"
+        ) from None
+    except ValueError as error:
+        raise DataError(f"{path} is not valid JSON: {error}") from None
+    if manifest.get("format") != FORMAT:
+        raise DataError(f"{path} has format {manifest.get('format')!r}, not {FORMAT!r}")
+    return manifest
+
+
+def totals(shards: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    return {key: sum(s[key] for s in shards) for key in ("rows", "tokens", "supervised_tokens")}
+
+
+def _fraction(row_id: str) -> float:
+    digest = hashlib.sha256(row_id.encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def _join(rows: Sequence[Row]) -> dict[str, Tensor]:
+    lengths = torch.tensor([0] + [len(r.token_ids) for r in rows])
+    return {
+        "token_ids": torch.cat([torch.as_tensor(r.token_ids, dtype=torch.int32) for r in rows]),
+        "loss_mask": torch.cat([torch.as_tensor(r.loss_mask, dtype=torch.uint8) for r in rows]),
+        "offsets": lengths.cumsum(0),
+    }
+
+
+def _save_atomic(tensors: dict[str, Tensor], path: Path) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(tensors, temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read_rows(folder: Path, name: str) -> list[dict[str, Any]]:
+    try:
+        rows: list[dict[str, Any]] = json.loads((folder / f"{name}.json").read_text())["rows"]
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{folder / name}.json cannot be read: {error}") from None
+    return rows
+
+
+def _read_shard(folder: Path, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+    path = folder / f"{entry['name']}.safetensors"
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {
+                name: file.get_tensor(name) for name in ("token_ids", "loss_mask", "offsets")
+            }
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    sizes = (len(tensors["offsets"]) - 1, len(tensors["token_ids"]), len(tensors["loss_mask"]))
+    if sizes != (entry["rows"], entry["tokens"], entry["tokens"]):
+        raise DataError(
+            f"{path} has (rows, tokens, mask values) {sizes}, but the manifest says "
+            f"{entry['rows']} rows of {entry['tokens']} tokens",
+            hint="the folder mixes files of two runs: prepare it again",
+        )
+    return tensors

@@ -1,0 +1,73 @@
+"""Where the target's answers come from: many questions in flight, answers as they finish."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from peagle.engine.engine import Engine
+from peagle.engine.request import Request
+from peagle.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    prompt_token_ids: list[int]
+    seed: int
+
+
+class Answer(NamedTuple):
+    token_ids: list[int]  # what the target generated, its end-of-sequence token included
+    clipped: bool = False  # it ran into the length limit
+    error: str | None = None
+
+
+class AnswerSource(Protocol):
+    """Two implementations: the engine in this process, and an endpoint."""
+
+    capacity: int  # questions that may be in flight
+
+    def submit(self, question: Question) -> None:
+        """Raises RequestError if the question can never be answered."""
+        ...
+
+    def collect(self) -> list[tuple[Question, Answer]]:
+        """Waits until at least one question in flight is answered."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class EmbeddedAnswers:
+    """The embedded engine, kept full: more wait than run, so a free place is taken at once."""
+
+    def __init__(self, engine: Engine, params: SamplingParams) -> None:
+        self.engine, self.params = engine, params
+        self.capacity = 2 * engine.scheduler.max_num_seqs
+        self._asked: dict[Request, Question] = {}
+        self._count = 0
+
+    def submit(self, question: Question) -> None:
+        request = self.engine.add_request(
+            str(self._count), question.prompt_token_ids, self.params, seed=question.seed
+        )
+        self._asked[request] = question
+        self._count += 1
+
+    def collect(self) -> list[tuple[Question, Answer]]:
+        done: list[tuple[Question, Answer]] = []
+        while self._asked and not done:
+            for request in {new.request: None for new in self.engine.step()}:
+                if request.finish_reason is not None:
+                    done.append((self._asked.pop(request), _answer(request)))
+        return done
+
+    def close(self) -> None:
+        for request in self._asked:
+            self.engine.abort(request)
+        self._asked.clear()
+
+
+def _answer(request: Request) -> Answer:
+    clipped = request.finish_reason == "length"
+    return Answer(request.output_token_ids, clipped, request.error)

@@ -1,0 +1,183 @@
+"""The target's hidden states on disk: written once by `peagle capture`, read by training.
+
+    features.json              target, layers and dtype, and the list of shards
+    features-00000.safetensors token_ids int32 [T], taps bf16 [T, 3H], states bf16 [T, H]
+
+The token ids lie beside the states and are compared when a row is read: states of other tokens
+would train without an error and draft nonsense.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from peagle.checkpoints.files import write_atomic
+from peagle.data.dataset import Dataset
+from peagle.data.packing import PackedRow, assign, pack
+from peagle.errors import DataError
+from peagle.train.features import Features, OnlineFeatures, StoredStates
+
+FORMAT = "peagle-features-1"
+INDEX = "features.json"
+
+
+def forecast_bytes(num_tokens: int, hidden_size: int, num_taps: int) -> int:
+    """Disk use of a capture: taps and states in bf16, and the token ids."""
+    return num_tokens * (2 * hidden_size * (num_taps + 1) + 4)
+
+
+def check_disk(needed: int, folder: Path, max_disk: int | None) -> None:
+    if max_disk is not None and needed > max_disk:
+        raise DataError(
+            f"the states need {needed / 2**30:.1f} GiB, "
+            f"more than the {max_disk / 2**30:.1f} allowed",
+            hint="raise --max-disk, capture fewer rows, or train with the target in process",
+        )
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise DataError(f"the states need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free")
+
+
+def capture(
+    dataset: Dataset,
+    source: OnlineFeatures,
+    folder: Path,
+    target_model: str,
+    *,
+    tokens_per_pass: int,
+    max_disk: int | None = None,
+) -> Iterator[int]:
+    """Writes one shard per pass of the target; yields the rows done so far. Resumable."""
+    folder.mkdir(parents=True, exist_ok=True)
+    index = _open_index(folder, target_model, source.tap_layers)
+    done = {row_id for shard in index["shards"] for row_id in shard["rows"]}
+    left = [i for i, info in enumerate(dataset.info) if info["id"] not in done]
+    tokens = int(dataset.lengths[left].sum())
+    size = source.target.config.hidden_size
+    check_disk(forecast_bytes(tokens, size, len(source.tap_layers)), folder, max_disk)
+    for items in assign(dataset.lengths[left].tolist(), tokens_per_pass):
+        rows = [left[i] for i in items]
+        index["shards"].append(_write_shard(dataset, rows, source, folder, len(index["shards"])))
+        write_atomic(folder / INDEX, json.dumps(index, indent=1) + "\n")
+        yield sum(len(shard["rows"]) for shard in index["shards"])
+
+
+def _write_shard(
+    dataset: Dataset, rows: list[int], source: OnlineFeatures, folder: Path, number: int
+) -> dict[str, Any]:
+    used = int(dataset.lengths[rows].sum())
+    row = pack(dataset, rows, used)
+    features = source(row)
+    name = f"features-{number:05d}.safetensors"
+    tensors = {
+        "token_ids": row.token_ids.int(),
+        "taps": features.taps.to("cpu", torch.bfloat16),
+        "states": features.states.to("cpu", torch.bfloat16),
+    }
+    temporary = folder / f".{name}"
+    save_file(tensors, temporary)
+    temporary.replace(folder / name)
+    ids = [dataset.info[i]["id"] for i in rows]
+    return {"name": name, "rows": ids, "lengths": dataset.lengths[rows].tolist()}
+
+
+def _open_index(folder: Path, target_model: str, tap_layers: tuple[int, ...]) -> dict[str, Any]:
+    made = {"format": FORMAT, "target": target_model, "tap_layers": list(tap_layers)}
+    if not (folder / INDEX).exists():
+        return {**made, "shards": []}
+    index = read_index(folder)
+    if any(index[key] != value for key, value in made.items()):
+        raise DataError(
+            f"{folder} holds states of {index['target']}, layers {index['tap_layers']}",
+            hint="capture into a new folder",
+        )
+    return index
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    try:
+        index: dict[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{folder} holds no captured states: {error}", hint="run `peagle capture` first"
+        ) from None
+    if index.get("format") != FORMAT:
+        raise DataError(f"{folder / INDEX} has format {index.get('format')!r}, not {FORMAT!r}")
+    return index
+
+
+class StoredFeatures:
+    """Reads what `capture` wrote, row by row, memory-mapped."""
+
+    def __init__(
+        self,
+        folder: Path,
+        target_model: str,
+        tap_layers: tuple[int, ...],
+        dataset: Dataset,
+        like: Tensor,  # a weight of the target: features get its device and dtype
+    ) -> None:
+        index = read_index(folder)
+        if tuple(index["tap_layers"]) != tap_layers or index["target"] != target_model:
+            raise DataError(
+                f"{folder} holds layers {index['tap_layers']} of {index['target']}, "
+                f"but the head reads {list(tap_layers)} of {target_model}",
+                hint="capture again, or set head.aux_hidden_state_layer_ids",
+            )
+        self.dataset, self.device, self.dtype = dataset, like.device, like.dtype
+        self._shards = [_open_shard(folder / shard["name"]) for shard in index["shards"]]
+        self._places: dict[str, tuple[int, int]] = {}  # row id -> shard, first token
+        for number, shard in enumerate(index["shards"]):
+            start = 0
+            for row_id, length in zip(shard["rows"], shard["lengths"], strict=True):
+                self._places[row_id] = number, start
+                start += length
+
+    def fetch(self, row: PackedRow) -> StoredStates:
+        parts = [self._read(index) for index in row.indices]
+        padding = len(row.token_ids) - sum(len(taps) for taps, _ in parts)
+        taps = torch.cat([taps for taps, _ in parts])
+        states = torch.cat([states for _, states in parts])
+        pad = torch.nn.functional.pad
+        return StoredStates(pad(taps, (0, 0, 0, padding)), pad(states, (0, 0, 0, padding)))
+
+    def __call__(self, row: PackedRow, fetched: StoredStates | None) -> Features:
+        assert fetched is not None
+        tokens = row.token_ids.to(self.device, non_blocking=True)
+        taps = fetched.taps.to(self.device, self.dtype, non_blocking=True)
+        states = fetched.states.to(self.device, self.dtype, non_blocking=True)
+        return Features(tokens.roll(-1), taps, states)
+
+    def _read(self, index: int) -> tuple[Tensor, Tensor]:
+        row_id, length = self.dataset.info[index]["id"], int(self.dataset.lengths[index])
+        if row_id not in self._places:
+            raise DataError(
+                f"row {row_id!r} was not captured", hint="run `peagle capture` again to add it"
+            )
+        shard, start = self._places[row_id]
+        tensors = self._shards[shard]
+        here = slice(start, start + length)
+        expected = torch.as_tensor(self.dataset[index].token_ids)
+        if not torch.equal(tensors["token_ids"][here], expected):
+            raise DataError(
+                f"the captured states of row {row_id!r} belong to other tokens",
+                hint="the dataset changed after the capture: capture again",
+            )
+        return tensors["taps"][here], tensors["states"][here]
+
+
+def _open_shard(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in ("token_ids", "taps", "states")}
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{path} cannot be read: {error}", hint="capture again") from None

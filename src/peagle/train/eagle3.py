@@ -1,0 +1,100 @@
+"""EAGLE-3 by test-time training: the drafter is unrolled on its own states, as when it serves.
+
+Step j of anchor a is the element (a, j): the embedding of the true token at a+j+1, the feature
+that step j-1 left at (a, j-1), position a+j. It sees the real rows up to a and its own chain: the
+same predicate as P-EAGLE's rollouts with depth = step. Steps run one after the other, so a chain
+sees its earlier steps through the keys and values that they left here.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from peagle.models.attention import MaskedAttention
+from peagle.models.eagle import EagleNetwork
+from peagle.models.masks import Elements, dense_mask
+from peagle.train.attention import FlexAttention, compiled_flex_attention
+from peagle.train.features import Features
+
+
+class ContextAttention(Protocol):
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class DenseContext:
+    """Attention to the real rows with the log of the softmax's denominator, in plain torch."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask  # [n, n]
+
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = (_per_head(x, q.shape[1]) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+        scores = scores.masked_fill(~self.mask, float("-inf"))
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+        return out, scores.logsumexp(-1).transpose(0, 1)
+
+
+def context_for(elements: Elements, positions: Tensor) -> ContextAttention:
+    if elements.anchor.is_cuda:
+        return FlexAttention(elements, positions, flex=compiled_flex_attention())
+    return DenseContext(MaskedAttention(dense_mask(elements), positions).mask)
+
+
+class ChainAttention:
+    """Row a of step j sees step 0's rows up to a, and row a of steps 1..j."""
+
+    def __init__(self, context: ContextAttention) -> None:
+        self.context = context
+        self.keys: dict[int, list[Tensor]] = {}  # by layer, one [n, g, D] per step
+        self.values: dict[int, list[Tensor]] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        assert window is None, "heads have no sliding window"
+        keys, values = self.keys.setdefault(layer, []), self.values.setdefault(layer, [])
+        keys.append(k)
+        values.append(v)
+        out, lse = self.context.with_lse(q, keys[0], values[0])
+        if len(keys) == 1:
+            return out
+        own_keys = torch.stack([_per_head(x, q.shape[1]) for x in keys[1:]])  # [j, n, h, D]
+        own_values = torch.stack([_per_head(x, q.shape[1]) for x in values[1:]])
+        precise = torch.promote_types(q.dtype, torch.float32)
+        scores = (q * own_keys).sum(-1, dtype=precise) * q.shape[-1] ** -0.5  # [j, n, h]
+        shares = torch.cat((lse[None].to(precise), scores)).softmax(0).to(q.dtype)[..., None]
+        return shares[0] * out + (shares[1:] * own_values).sum(0)
+
+
+def _per_head(x: Tensor, num_heads: int) -> Tensor:
+    """Keys or values [n, g, D], repeated for the query heads that share them: [n, h, D]."""
+    return x.repeat_interleave(num_heads // x.shape[1], dim=1)
+
+
+def unroll(
+    network: EagleNetwork,
+    features: Features,
+    document: Tensor,  # [n]
+    position: Tensor,  # [n]
+    num_steps: int,
+) -> list[Tensor]:
+    """Hidden states [n, H], before the final norm, of every anchor at steps 0 .. num_steps - 1.
+
+    A chain that leaves its document goes on with foreign tokens; nobody but itself sees that,
+    and it is not charged.
+    """
+    slot = torch.arange(len(document), device=document.device, dtype=torch.int32)
+    elements = Elements(slot, torch.zeros_like(slot), document)
+    attention = ChainAttention(context_for(elements, position))
+    last_position = network.config.max_position_embeddings - 1
+    tokens, feature = features.next_tokens, network.features(features.taps)
+    steps: list[Tensor] = []
+    for step in range(num_steps):
+        at = (position + step).clamp(max=last_position)
+        hidden = network(network.embed(tokens), feature, at, attention)
+        steps.append(hidden)
+        tokens = tokens.roll(-1)
+        feature = network.norm(hidden) if network.config.norm_output else hidden
+    return steps

@@ -1,0 +1,188 @@
+"""What a training run is told. Each default stands here and nowhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from peagle.config import from_mapping
+from peagle.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetSection:
+    model: str = "smollm2-135m"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSection:
+    """Sizes left at None are the target's."""
+
+    method: Literal["p-eagle", "eagle3"] = "p-eagle"
+    num_hidden_layers: int = 4
+    intermediate_size: int | None = None
+    aux_hidden_state_layer_ids: tuple[int, ...] | None = None  # None: 2, L // 2, L - 3
+    max_speculative_tokens: int = 8  # the deepest draft that is trained
+    num_speculative_tokens: int = 7  # the K that the head advises
+    train_embed_tokens: bool = False  # true: the head gets an embedding table of its own
+    train_lm_head: bool = False
+    draft_vocab_size: int | None = None  # the most frequent tokens; None: all
+    norm_before_residual: bool = False
+    norm_output: bool = False  # EAGLE-3 only
+    mask_token_id: int | None = None
+    start_from: str | None = None  # a head whose weights this run starts with
+    copy_target_layers: bool = False  # start as the target's last layers; needs its sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    path: str = ""
+    features: str | None = None  # a folder of `peagle capture`; None: the target runs in process
+    tokens_per_row: int = 32768  # a packed row; longer documents are cut
+    rows_per_step: int = 1  # gradient accumulation
+    held_out_share: float = 0.02
+    max_tokens: int | None = None  # use only so many tokens of the data
+    skip_looping: bool = False
+    prefetch: int = 4  # packed rows built ahead of the step
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSection:
+    learning_rate: float = 1e-4
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSection:
+    """The run ends at whichever limit is set; the learning rate follows the share of it used."""
+
+    kind: Literal["linear", "cosine", "constant"] = "cosine"
+    steps: int | None = None
+    epochs: float | None = None
+    minutes: float | None = None  # time spent in steps, over all resumptions
+    warmup: float = 0.01  # share of the run
+    final: float = 0.02  # share of the peak learning rate at the end
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSection:
+    kind: Literal["kl", "ce"] = "kl"
+    depth_decay: float = 1.0  # depth d weighs depth_decay ** d
+    chunk_rows: int = 4096  # logits held at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodSection:
+    retention: float = 0.8  # r: depth d is kept with probability r ** d
+    floor: float = 0.0  # ... but at least this
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSection:
+    folder: str = "runs/latest"
+    seed: int = 0
+    device: str = "auto"
+    compile: bool = True  # on GPU
+    sharding: Literal["ddp", "fsdp2"] = "ddp"  # under torchrun
+    partitions: int | Literal["auto"] = 1
+    memory_gib: float | None = None  # for `partitions: auto`; None: what the device has free
+    activation_checkpointing: bool = False
+    log_every: int = 20
+    checkpoint_every: int = 500  # steps
+    keep_checkpoints: int = 2
+    evaluate_every: int = 500  # steps; 0: at the end alone
+    evaluate_rows: int = 64
+    evaluate_tokens: int = 16  # K up to which acceptance is computed, at most what is trained
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    target: TargetSection = field(default_factory=TargetSection)
+    head: HeadSection = field(default_factory=HeadSection)
+    data: DataSection = field(default_factory=DataSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    schedule: ScheduleSection = field(default_factory=ScheduleSection)
+    loss: LossSection = field(default_factory=LossSection)
+    cod: CodSection = field(default_factory=CodSection)
+    run: RunSection = field(default_factory=RunSection)
+
+    def __post_init__(self) -> None:
+        schedule = self.schedule
+        limits = (schedule.steps, schedule.epochs, schedule.minutes)
+        if sum(limit is not None for limit in limits) != 1:
+            raise ConfigError(
+                "the schedule needs exactly one of steps, epochs and minutes",
+                hint="for example schedule.epochs=3",
+            )
+        if not 0.0 < self.cod.retention <= 1.0:
+            raise ConfigError(f"cod.retention={self.cod.retention} is out of range", hint="0..1")
+        if not self.data.path:
+            raise ConfigError("data.path is not set", hint="give a folder of `peagle prepare`")
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """A YAML file, then `section.key=value` in order, values read as YAML."""
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        options = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except FileNotFoundError:
+        raise ConfigError(f"no recipe at {path}", hint="recipes/ holds examples") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    for override in overrides:
+        name, equals, value = override.partition("=")
+        section, dot, key = name.partition(".")
+        if not (equals and dot):
+            raise ConfigError(f"{override!r} is no override", hint="write section.key=value")
+        options.setdefault(section, {})[key] = yaml.safe_load(value)
+    return recipe_from(options)
+
+
+def recipe_from(options: Mapping[str, Any]) -> Recipe:
+    hints = get_type_hints(Recipe)
+    sections = {}
+    for name, values in options.items():
+        if name in hints:
+            if not isinstance(values, Mapping):
+                raise ConfigError(f"section {name!r} of the recipe is not a mapping")
+            values = from_mapping(hints[name], _typed(hints[name], name, values), name)
+        sections[name] = values
+    return from_mapping(Recipe, sections, "the recipe")
+
+
+def _typed(section: type, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as the section's fields want them, or an error that names the key."""
+    hints = get_type_hints(section)
+    return {
+        key: _convert(value, hints[key], f"{name}.{key}") if key in hints else value
+        for key, value in values.items()
+    }
+
+
+def _convert(value: Any, wanted: Any, name: str) -> Any:
+    options = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
+    for option in options:
+        if get_origin(option) is Literal and value in get_args(option):
+            return value
+        if get_origin(option) is tuple and isinstance(value, list):
+            return tuple(value)
+        if option is float and not isinstance(value, bool):
+            # YAML reads 1e-4, without a dot, as a string.
+            with contextlib.suppress(TypeError, ValueError):
+                return float(value)
+        if isinstance(option, type) and type(value) is option:
+            return value
+    allowed = " or ".join(str(getattr(o, "__name__", o)) for o in options)
+    raise ConfigError(f"{name}={value!r} is not {allowed}")

@@ -1,0 +1,122 @@
+"""Checkpoints of a run: atomic folders, newest good one first, no pickle.
+
+checkpoints/step-00000500/network.safetensors    fp32 master weights
+                          optimizer.safetensors  moments, by parameter name
+                          state.json             step, seconds, metrics, SHA-256 of the others
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from peagle.checkpoints.files import atomic_folder
+from peagle.train.distributed import like, rank, whole
+
+logger = logging.getLogger(__name__)
+
+NETWORK, OPTIMIZER, STATE = "network.safetensors", "optimizer.safetensors", "state.json"
+
+
+class Progress(NamedTuple):
+    """Where a run stands; with the recipe's seed it fixes every later row and draw."""
+
+    step: int = 0
+    seconds: float = 0.0  # spent in steps
+    best: float = 0.0  # acceptance length of the best evaluated step
+    best_step: int = -1
+
+
+def save_state(
+    folder: Path, network: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress
+) -> Path:
+    """All processes call this; the first one writes."""
+    path = folder / f"step-{progress.step:08d}"
+    weights = _gathered(trained_weights(network))
+    moments = _gathered(_optimizer_tensors(network, optimizer))
+    if rank() > 0:
+        return path
+    with atomic_folder(path) as temporary:
+        save_file(weights, temporary / NETWORK)
+        save_file(moments, temporary / OPTIMIZER)
+        hashes = {name: _sha256(temporary / name) for name in (NETWORK, OPTIMIZER)}
+        state = {"progress": progress._asdict(), "sha256": hashes}
+        (temporary / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def restore_newest(
+    folder: Path, network: nn.Module, optimizer: torch.optim.Optimizer
+) -> Progress | None:
+    """Loads the newest checkpoint that is whole; None where there is none."""
+    for path in sorted(folder.glob("step-*"), reverse=True):
+        state = _read_state(path)
+        if state is None:
+            logger.warning("checkpoint %s is damaged; trying the one before", path)
+            continue
+        weights = load_file(path / NETWORK)
+        with torch.no_grad():
+            for name, weight in trained_weights(network).items():
+                weight.copy_(like(weights[name], weight))
+        _load_optimizer(network, optimizer, load_file(path / OPTIMIZER))
+        return Progress(**state["progress"])
+    return None
+
+
+def prune(folder: Path, keep: int) -> None:
+    for path in sorted(folder.glob("step-*"))[:-keep]:
+        shutil.rmtree(path)
+
+
+def trained_weights(network: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
+
+
+def _optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    tensors = {}
+    for name, parameter in network.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{name}/{key}"] = value
+    return tensors
+
+
+def _load_optimizer(
+    network: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
+) -> None:
+    parameters = dict(network.named_parameters())
+    for full_name, value in tensors.items():
+        name, _, key = full_name.rpartition("/")
+        parameter = parameters[name]
+        # AdamW keeps its step count where the parameter is when fused, else on the CPU.
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        if key == "step":
+            optimizer.state[parameter][key] = value.to(parameter.device if fused else "cpu")
+        else:
+            optimizer.state[parameter][key] = like(value.to(parameter.device), parameter)
+
+
+def _gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: whole(t.detach()).contiguous().clone() for name, t in tensors.items()}
+
+
+def _read_state(path: Path) -> dict[str, Any] | None:
+    """The checkpoint's state.json if every file is there and unharmed."""
+    try:
+        state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+        whole = all(_sha256(path / name) == value for name, value in state["sha256"].items())
+    except (OSError, ValueError, KeyError):
+        return None
+    return state if whole else None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

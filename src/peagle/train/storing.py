@@ -1,0 +1,65 @@
+"""A capture from references: what it will take, and the capture itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from peagle.checkpoints.references import load_config, resolve_model
+from peagle.checkpoints.targets import load_target
+from peagle.config import EngineConfig
+from peagle.data.dataset import Dataset
+from peagle.engine.loading import choose_device, choose_dtype
+from peagle.errors import DataError
+from peagle.models.config import DecoderConfig
+from peagle.models.target import default_tap_layers
+from peagle.train.capture import capture, forecast_bytes
+from peagle.train.features import OnlineFeatures
+
+
+@dataclass(frozen=True)
+class Plan:
+    model: str
+    folder: Path
+    config: EngineConfig
+    tap_layers: tuple[int, ...]
+    num_rows: int
+    num_tokens: int
+    num_bytes: int
+
+
+def forecast(
+    dataset: Dataset, model: str, config: EngineConfig, tap_layers: tuple[int, ...] | None
+) -> Plan:
+    """Reads sizes alone: nothing is loaded and nothing written."""
+    folder = resolve_model(model)
+    sizes = DecoderConfig.from_transformers(load_config(folder))
+    taps = tap_layers or default_tap_layers(sizes.num_hidden_layers)
+    if not all(0 <= layer <= sizes.num_hidden_layers for layer in taps):
+        raise DataError(f"layers {list(taps)} are not all in 0..{sizes.num_hidden_layers}")
+    num_tokens = int(dataset.lengths.sum())
+    num_bytes = forecast_bytes(num_tokens, sizes.hidden_size, len(taps))
+    return Plan(model, folder, config, taps, len(dataset), num_tokens, num_bytes)
+
+
+def store(
+    dataset: Dataset, plan: Plan, folder: Path, *, tokens_per_pass: int, max_disk: int | None
+) -> Iterator[int]:
+    """Yields the rows done so far, after each shard."""
+    device = choose_device(plan.config)
+    dtype = choose_dtype(plan.config, device)
+    target = load_target(plan.folder, dtype=dtype, device=device).requires_grad_(False)
+    source = OnlineFeatures(target, plan.tap_layers)
+    longest = max(tokens_per_pass, int(dataset.lengths.max()))
+    try:
+        yield from capture(
+            dataset, source, folder, plan.model, tokens_per_pass=longest, max_disk=max_disk
+        )
+    except (OSError, SafetensorError) as error:
+        raise DataError(
+            f"cannot write to {folder}: {error}",
+            hint="states written before are safe: make room and give the same command again",
+        ) from error

@@ -1,0 +1,128 @@
+"""One optimiser step: target features, segments forward and backward, clip, update."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from peagle.train.distributed import add_up, exchange, total, whole, world_size
+from peagle.train.features import Features, FeatureSource
+from peagle.train.losses import ChunkedLoss, Tables, Truth
+from peagle.train.objective import DraftModel, PlannedRow
+from peagle.train.optimizer import set_learning_rate
+from peagle.train.partition import Segment
+
+
+class Metrics(NamedTuple):
+    """Means over the steps since the last call; per depth: does the draft's argmax match."""
+
+    steps: int
+    tokens: int
+    charged: float
+    loss: float
+    gradient_norm: float
+    accuracy: list[float]
+
+
+class Trainer:
+    def __init__(
+        self,
+        model: DraftModel,
+        module: nn.Module,  # the model, or what distributes it
+        source: FeatureSource,
+        target_table: Tensor,  # [V, H]
+        losses: ChunkedLoss,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_grad_norm: float,
+        dtype: torch.dtype | None,  # of autocast; None: the weights' own
+    ) -> None:
+        self.model, self.module = model, module
+        self.source, self.losses, self.optimizer = source, losses, optimizer
+        network = model.network
+        ids = network.target_ids
+        self.target_table = target_table[ids] if network.config.reduced_vocabulary else target_table
+        self.max_grad_norm = max_grad_norm
+        self.device = network.fc.weight.device
+        self.autocast = autocast(self.device, dtype)
+        self.table_dtype = dtype
+        self._reset(len_depths=network.config.max_speculative_tokens)
+
+    def step(self, rows: Sequence[PlannedRow], learning_rate: float) -> None:
+        denominator = max(total(sum(r.weight for r in rows), self.device), 1.0)
+        for planned in rows:
+            features = self.source(planned.row, planned.fetched)
+            for segment in planned.segments:
+                is_last = segment is rows[-1].segments[-1]
+                with exchange(self.module, now=is_last):
+                    self._segment(segment.to(self.device), features, denominator)
+            self._tokens += sum_of_documents(planned)
+        norm = whole(nn.utils.clip_grad_norm_(self._parameters(), self.max_grad_norm))
+        set_learning_rate(self.optimizer, learning_rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._norm += norm.detach()
+        self._steps += 1
+
+    def _segment(self, segment: Segment, features: Features, denominator: float) -> None:
+        """Forward and backward of one segment; gradients add up over segments and rows."""
+        with self.autocast():
+            states, table = self.module(segment, features)
+        if self.table_dtype is not None:
+            table = table.to(self.table_dtype)
+        tables = Tables(table, self.target_table)
+        truth = Truth(features.states, segment.slots, segment.labels)
+        weights = segment.weights.to(self.loss_sum.dtype) / denominator
+        output = self.losses(states, tables, truth, weights)
+        # Distributed modules average gradients over the processes; the denominator wants sums.
+        torch.autograd.backward(output.loss * world_size())
+        self._observe(segment, output.loss.detach(), output.matches)
+
+    def _observe(self, segment: Segment, loss: Tensor, matches: Tensor) -> None:
+        """Counts on the device: reading them here would make the GPU wait for Python."""
+        depth = segment.charged_depth.long()
+        charged = (segment.weights > 0).to(self._matched.dtype)
+        self.loss_sum += loss
+        self._counted.index_add_(0, depth, charged)
+        self._matched.index_add_(0, depth, charged * matches)
+
+    def take_metrics(self) -> Metrics:
+        steps = max(self._steps, 1)
+        for counter in (self.loss_sum, self._counted, self._matched):
+            add_up(counter)
+        accuracy = self._matched / self._counted.clamp(min=1)
+        metrics = Metrics(
+            steps=self._steps,
+            tokens=round(total(self._tokens, self.device)),
+            charged=float(self._counted.sum()),
+            loss=float(self.loss_sum) / steps,
+            gradient_norm=float(self._norm) / steps,
+            accuracy=[round(x, 4) for x in accuracy.tolist()],
+        )
+        self._reset(len(self._counted))
+        return metrics
+
+    def _reset(self, len_depths: int) -> None:
+        dtype = torch.float64 if self.target_table.dtype == torch.float64 else torch.float32
+        self.loss_sum = torch.zeros((), device=self.device, dtype=dtype)
+        self._norm = torch.zeros((), device=self.device, dtype=dtype)
+        self._counted = torch.zeros(len_depths, device=self.device)
+        self._matched = torch.zeros(len_depths, device=self.device)
+        self._steps = 0
+        self._tokens = 0
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def sum_of_documents(planned: PlannedRow) -> int:
+    """Tokens of the packed row that are not padding."""
+    return int((planned.row.document < len(planned.row.indices)).sum())
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> Callable[[], Any]:
+    return functools.partial(torch.autocast, device.type, dtype=dtype, enabled=dtype is not None)

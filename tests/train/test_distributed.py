@@ -1,0 +1,62 @@
+"""Two processes train what one process trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+
+from peagle.train.loop import Run
+from peagle.train.setup import assemble
+from train import tiny
+
+STEPS = 3
+
+
+def train(folder: Path, name: str, **sections: dict[str, Any]) -> None:
+    run = {"folder": str(folder / name), "partitions": 2} | sections.pop("run", {})
+    recipe = tiny.recipe(folder, run=run, schedule={"steps": STEPS}, **sections)
+    Run(assemble(recipe, tiny.target(), tiny.ROPE))()
+
+
+def process(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+    try:
+        for sharding in ("ddp", "fsdp2"):
+            train(folder, sharding, run={"folder": str(folder / sharding), "sharding": sharding})
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("distributed")
+    tiny.write_dataset(folder / "data", tiny.counting_language(60, 24))
+    train(folder, "one", data={"rows_per_step": 2})
+    mp.spawn(process, args=(folder,), nprocs=2)
+    return folder
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("part", ["network", "optimizer"])
+def test_two_processes_end_with_the_weights_of_one(runs: Path, sharding: str, part: str) -> None:
+    file = f"checkpoints/step-{STEPS:08d}/{part}.safetensors"
+    one, two = load_file(runs / "one" / file), load_file(runs / sharding / file)
+    assert one.keys() == two.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, atol=1e-9, rtol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_the_saved_head_is_whole(runs: Path, sharding: str) -> None:
+    one = load_file(runs / "one" / "head" / "model.safetensors")
+    two = load_file(runs / sharding / "head" / "model.safetensors")
+    assert one.keys() == two.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, atol=1e-9, rtol=1e-7, msg=name)

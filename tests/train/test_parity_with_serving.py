@@ -1,0 +1,114 @@
+"""Training computes what the drafter computes when it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from peagle.models.attention import causal_attention
+from peagle.models.drafter import Choice, DraftBatch, DraftSequence
+from peagle.models.eagle3 import Eagle3Drafter
+from peagle.models.p_eagle import PEagleDrafter
+from peagle.models.rollouts import rollout_hidden
+from peagle.train.attention import attention_for
+from peagle.train.cod import supervised_runs
+from peagle.train.eagle3 import unroll
+from peagle.train.features import Features, OnlineFeatures
+from peagle.train.p_eagle import segment_hidden
+from peagle.train.segments import build_segments
+from train import tiny
+
+K = 4
+
+
+class TrueTokens:
+    """Chooses the true continuation and keeps the logits it was shown."""
+
+    def __init__(self, tokens: Tensor, anchor: int) -> None:
+        self.tokens, self.anchor = tokens, anchor
+        self.logits: dict[int, Tensor] = {}
+
+    def __call__(
+        self, logits: Tensor, sequences: Sequence[int], depths: Sequence[int], ids: Tensor | None
+    ) -> Choice:
+        self.logits.update(zip(depths, logits, strict=True))
+        return Choice(self.tokens[torch.tensor(depths) + self.anchor + 2], None)
+
+
+def served_logits(
+    drafter: PEagleDrafter | Eagle3Drafter, tokens: Tensor, taps: Tensor, anchor: int
+) -> Tensor:
+    """[K, V]: what the drafter says when it starts after the token at anchor + 1."""
+    chooser = TrueTokens(tokens, anchor)
+    sequence = DraftSequence([], 0, tokens[1 : anchor + 2], taps[: anchor + 1], K)
+    drafter.propose(DraftBatch([sequence], tiny.GrowingCache().attend, chooser))
+    return torch.stack([chooser.logits[d] for d in range(K)])
+
+
+def document(row_tokens: Tensor, model: object, start: int, length: int) -> tuple[Tensor, Tensor]:
+    tokens = row_tokens[start : start + length]
+    positions = torch.arange(length)
+    taps = model(tokens, positions, causal_attention(positions), (2, 3, 5)).taps  # type: ignore[operator]
+    return tokens, taps
+
+
+def test_training_logits_at_anchor_and_depth_are_those_of_the_served_draft_token() -> None:
+    model = tiny.target()
+    network = tiny.head(model)
+    row = tiny.packed([14, 17], capacity=33)
+    counts = supervised_runs(row).clamp(max=K)
+    (segment,) = build_segments(row, counts, [0, 33], torch.ones(K))
+    hidden = segment_hidden(network, segment, OnlineFeatures(model, (2, 3, 5))(row))
+    logits = network.logits(hidden)
+    tokens, taps = document(row.token_ids, model, 14, 17)
+    for anchor in (2, 7, 17 - K - 2):
+        served = served_logits(PEagleDrafter(network), tokens, taps, anchor)
+        for depth in range(K):
+            at = (segment.elements.anchor == 14 + anchor) & (segment.elements.depth == depth)
+            torch.testing.assert_close(logits[at][0], served[depth])
+
+
+@pytest.mark.parametrize("norm_output", [False, True])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_test_time_training_logits_are_those_of_the_served_draft_token(
+    norm_output: bool, layers: int
+) -> None:
+    model = tiny.target()
+    network = tiny.head(model, "eagle3", norm_output=norm_output, num_hidden_layers=layers)
+    row = tiny.packed([14, 17], capacity=33)
+    features = OnlineFeatures(model, (2, 3, 5))(row)
+    steps = unroll(network, features, row.document, row.position, K)
+    tokens, taps = document(row.token_ids, model, 14, 17)
+    for anchor in (0, 7, 17 - K - 2):
+        served = served_logits(Eagle3Drafter(network), tokens, taps, anchor)
+        for depth in range(K):
+            trained = network.logits(steps[depth][14 + anchor])
+            torch.testing.assert_close(trained, served[depth])
+
+
+def test_rows_laid_out_for_training_equal_the_general_rollout() -> None:
+    model = tiny.target()
+    network = tiny.head(model)
+    row = tiny.packed([20], capacity=20)
+    (segment,) = build_segments(row, supervised_runs(row).clamp(max=K), [0, 20], torch.ones(K))
+    features: Features = OnlineFeatures(model, (2, 3, 5))(row)
+    expected = rollout_hidden(
+        network,
+        segment.elements,
+        features.next_tokens,
+        features.taps,
+        attention_for(segment.elements, segment.positions),
+    )
+    torch.testing.assert_close(segment_hidden(network, segment, features), expected)
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    model = tiny.target()
+    row = tiny.packed([9, 12], capacity=24)
+    features = OnlineFeatures(model, (2, 3, 5))(row)
+    for start, length in ((0, 9), (9, 12)):
+        _, taps = document(row.token_ids, model, start, length)
+        torch.testing.assert_close(features.taps[start : start + length], taps)

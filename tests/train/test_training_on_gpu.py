@@ -1,0 +1,93 @@
+"""What only a GPU can show: kernels agree with plain attention, and shapes compile once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from peagle.data.packing import PackedRow
+from peagle.models.attention import Attention, MaskedAttention
+from peagle.models.eagle import EagleNetwork
+from peagle.models.masks import Elements, dense_mask
+from peagle.train import eagle3, p_eagle
+from peagle.train.attention import attention_for
+from peagle.train.cod import draw_depths, retentions, supervised_runs
+from peagle.train.features import Features, OnlineFeatures
+from peagle.train.loop import Run
+from peagle.train.segments import Shapes, build_segments
+from peagle.train.setup import assemble
+from train import tiny
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+
+
+def dense(elements: Elements, positions: torch.Tensor, windows: object = None) -> Attention:
+    return MaskedAttention(dense_mask(elements), positions)
+
+
+def case() -> tuple[PackedRow, EagleNetwork, Features]:
+    torch.set_float32_matmul_precision("highest")
+    row = tiny.packed([200, 120, 250], 640)
+    model = tiny.target(torch.float32, head_dim=16).to(CUDA)
+    network = tiny.head(tiny.target(torch.float32, head_dim=16), head_dim=16).to(CUDA)
+    network.shared = network.shared._replace(embed_tokens=model.embed_tokens, lm_head=model.lm_head)
+    return row, network, OnlineFeatures(model, (2, 3, 5))(row)
+
+
+def gradient(network: EagleNetwork, hidden: torch.Tensor) -> torch.Tensor:
+    network.zero_grad()
+    (hidden.float() ** 2).mean().backward()
+    assert network.fc.weight.grad is not None
+    return network.fc.weight.grad.clone()
+
+
+def test_flex_attention_trains_like_dense_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    row, network, features = case()
+    counts = draw_depths(
+        supervised_runs(row), retentions(4, 0.8, 0.0), torch.Generator().manual_seed(0)
+    )
+    (segment,) = build_segments(row, counts, [0, 640], torch.ones(4), Shapes(row_multiple=128))
+    segment = segment.to(CUDA)
+    assert not isinstance(attention_for(segment.elements, segment.positions), MaskedAttention)
+    flex = p_eagle.charged_states(network, segment, features)
+    flex_gradient = gradient(network, flex)
+    monkeypatch.setattr(p_eagle, "attention_for", dense)
+    plain = p_eagle.charged_states(network, segment, features)
+    torch.testing.assert_close(flex, plain, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(flex_gradient, gradient(network, plain), atol=1e-3, rtol=1e-2)
+
+
+def test_unrolling_with_flex_attention_trains_like_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    row, _, features = case()
+    model = tiny.target(torch.float32)
+    network = tiny.head(model, "eagle3", head_dim=16)
+    network.shared.embed_tokens.to(CUDA)
+    network.to(CUDA)
+    document, position = row.document.to(CUDA), row.position.to(CUDA)
+    flex = torch.cat(eagle3.unroll(network, features, document, position, 4))
+    flex_gradient = gradient(network, flex)
+    monkeypatch.setattr(
+        eagle3, "context_for", lambda elements, _: eagle3.DenseContext(dense_mask(elements))
+    )
+    plain = torch.cat(eagle3.unroll(network, features, document, position, 4))
+    torch.testing.assert_close(flex, plain, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(flex_gradient, gradient(network, plain), atol=1e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_a_compiled_run_learns_in_bf16(method: str, tmp_path: Path) -> None:
+    tiny.write_dataset(tmp_path / "data", tiny.counting_language(400, 40))
+    recipe = tiny.recipe(
+        tmp_path,
+        head={"method": method},
+        data={"tokens_per_row": 1024, "held_out_share": 0.05},
+        loss={"kind": "ce", "chunk_rows": 512},
+        schedule={"steps": 150},
+        run={"device": "cuda"},
+    )
+    model = tiny.target(torch.bfloat16, head_dim=16).to(CUDA)
+    assert Run(assemble(recipe, model, tiny.ROPE))().best > 1.5
