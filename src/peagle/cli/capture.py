@@ -1,0 +1,69 @@
+"""`peagle capture`: the target's hidden states to disk, for training without the target."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from peagle.cli import render
+from peagle.cli.flags import expand_flags
+from peagle.cli.options import EngineFlags, Json
+from peagle.errors import ConfigError
+
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+TOKENS_PER_PASS = 8192
+
+
+@expand_flags
+def capture(
+    engine: EngineFlags,
+    dataset: Annotated[Path, typer.Argument(help="A folder of peagle prepare.")],
+    model: Annotated[str, typer.Option(help="The target, as the recipe names it.")],
+    out: Annotated[Path, typer.Option(help="Folder for the states; a second run goes on in it.")],
+    max_disk: Annotated[
+        str | None, typer.Option(help="Refuse to write more: 200G, 1.5T.", metavar="SIZE")
+    ] = None,
+    layer_ids: Annotated[
+        str | None, typer.Option(help="Tapped layers, e.g. 2,15,27; default: 2, L//2, L-3.")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Cut longer rows, as data.tokens_per_row will.")
+    ] = None,
+    forecast_only: Annotated[
+        bool, typer.Option("--forecast", help="Say what it would take and exit.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the hidden states that a head reads; training then needs no pass of the target."""
+    limit = None if max_disk is None else parse_size(max_disk)
+    from peagle.data.dataset import Dataset
+    from peagle.train.storing import forecast, store
+
+    opened = Dataset(dataset, max_length)
+    plan = forecast(opened, model, engine.config(), _layer_ids(layer_ids))
+    render.note(f"{plan.num_rows} rows, {plan.num_tokens} tokens: {plan.num_bytes / 2**30:.2f} GiB")
+    if not forecast_only:
+        for done in store(opened, plan, out, tokens_per_pass=TOKENS_PER_PASS, max_disk=limit):
+            render.note(f"{done} of {plan.num_rows} rows")
+    if as_json:
+        document = {"rows": plan.num_rows, "tokens": plan.num_tokens, "bytes": plan.num_bytes}
+        render.print_json({**document, "path": str(out), "tap_layers": list(plan.tap_layers)})
+
+
+def parse_size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"--max-disk {text!r} is no size", hint="write 200G or 1.5T")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def _layer_ids(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--layer-ids {text!r} is no list", hint="write 2,15,27") from None

@@ -1,0 +1,45 @@
+"""`peagle doctor`: finds what silently costs acceptance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from peagle.cli import render
+from peagle.cli.flags import expand_flags
+from peagle.cli.options import EngineFlags, Json
+from peagle.errors import ConfigError
+
+
+@expand_flags
+def doctor(
+    engine: EngineFlags,
+    model: Annotated[str, typer.Option(help="The target that is served.")],
+    data: Annotated[Path | None, typer.Option(help="A folder of peagle prepare.")] = None,
+    head: Annotated[str | None, typer.Option(help="A head for this target.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Check data and head against the target they are for. Exit code 1 if something is wrong."""
+    if data is None and head is None:
+        raise ConfigError("there is nothing to examine", hint="give --data, --head or both")
+    from peagle.checkpoints.references import resolve_model
+    from peagle.train.doctor import examine_data
+    from peagle.train.doctor_head import examine_head
+    from peagle.train.findings import Finding, guarded
+
+    resolve_model(model)  # a wrong name is no finding
+    findings: list[Finding] = []
+    if data is not None:
+        findings += guarded("data", examine_data(data, model))
+    if head is not None:
+        findings += guarded("head", examine_head(head, model, engine.config(), data))
+    for finding in findings:
+        render.write(f"{finding.level:8} {finding.check}: {finding.message}\n")
+        if finding.hint:
+            render.write(f"         hint: {finding.hint}\n")
+    if as_json:
+        render.print_json([finding._asdict() for finding in findings])
+    if any(finding.level == "error" for finding in findings):
+        raise typer.Exit(1)

@@ -1,0 +1,130 @@
+"""`peagle evaluate`: acceptance of a head for every K, from text alone; no server."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from peagle.cli import render
+from peagle.cli.answer_flags import AnswerFlags, Limit, Split
+from peagle.cli.flags import expand_flags
+from peagle.cli.options import MAX_TOKENS, EngineFlags, Json
+from peagle.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from peagle.data.dataset import Dataset
+    from peagle.sampling_params import SamplingParams
+    from peagle.train.evaluation import Evaluation
+
+
+@expand_flags
+def evaluate(
+    answers: AnswerFlags,
+    engine: EngineFlags,
+    head: Annotated[str, typer.Argument(metavar="HEAD", help="A folder or a shipped head.")],
+    model: Annotated[
+        str | None, typer.Option(help="The target; default: the one the head names.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="A folder of peagle prepare.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="Or prompts, which the target answers first.")
+    ] = None,
+    held_out_share: Annotated[
+        float | None,
+        typer.Option(help="Only rows that training with this data.held_out_share left out."),
+    ] = None,
+    split: Split = "train",
+    limit: Limit = None,
+    spec_tokens: Annotated[
+        int | None, typer.Option(help="The largest K; default: what the head was trained for.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens in an answer.")] = MAX_TOKENS,
+    as_json: Json = False,
+) -> None:
+    """Measure a head offline: acceptance length for K = 1, 2, ... in one pass."""
+    if (data is None) == (prompts is None):
+        raise ConfigError(
+            "give either --data or --prompts", hint="--data DATASET or --prompts FILE"
+        )
+    from peagle.data.dataset import Dataset
+    from peagle.data.prompts import read_prompts
+    from peagle.train.offline import evaluate_pair, load_pair, own_answers
+
+    found = read_prompts(prompts, split=split, limit=limit) if prompts else None
+    dataset = Dataset(data) if data else None
+    pair = load_pair(head, model, engine.config())
+    k = pair.check_depth(spec_tokens)
+    with tempfile.TemporaryDirectory(prefix="peagle-evaluate-") as folder:
+        if found is not None:
+            render.note(f"{len(found.good)} prompts are answered")
+            making = answers.making(pair.network.config.target_model, max_tokens)
+            dataset, counts = own_answers(pair, found, making, Path(folder))
+            if counts.failed:
+                render.note(f"{counts.failed} prompts failed and are left out")
+        assert dataset is not None
+        params = _law(answers, dataset)
+        rows = _rows(dataset, held_out_share, limit if data else None)
+        results = evaluate_pair(pair, dataset, rows, k, params)
+    document = {
+        "head": head,
+        "method": pair.network.config.method,
+        "model": str(pair.folder),
+        "temperature": params.temperature,
+        "num_speculative_tokens": k,
+        "rows": len(rows),
+        "acceptance": {way: result.as_dict() for way, result in results.items()},
+    }
+    _print_tables(results, sys.stderr if as_json else sys.stdout)
+    if as_json:
+        from peagle.provenance import provenance
+
+        render.print_json({**document, "provenance": provenance(probe_torch=True)})
+
+
+def _law(answers: AnswerFlags, dataset: Dataset) -> SamplingParams:
+    """How drafts are judged: as the text was sampled, unless the user says otherwise."""
+    from peagle.train.making import recorded_params
+
+    recorded = recorded_params(dataset.manifest["made_by"])
+    if answers.temperature is None or answers.temperature == recorded.temperature:
+        return recorded
+    render.note(
+        f"the text was sampled at temperature {recorded.temperature}, "
+        f"drafts are judged at {answers.temperature}: no engine would report these figures"
+    )
+    return answers.params(recorded.max_tokens or MAX_TOKENS)
+
+
+def _rows(dataset: Dataset, held_out_share: float | None, limit: int | None) -> list[int]:
+    rows = list(range(len(dataset)))
+    if held_out_share is not None:
+        rows = dataset.split(held_out_share)[1]
+    if not rows:
+        raise DataError(f"no row of {dataset.folder} is held out", hint="raise --held-out-share")
+    return rows[:limit]
+
+
+def _print_tables(results: dict[str, Evaluation], file: Any) -> None:
+    for way, result in results.items():
+        k = result.max_tokens
+        columns = ("rows", *(f"K={n}" for n in range(1, k + 1)))
+        lengths = [
+            [
+                f"{name} ({result.num_documents[name]})",
+                *(f"{s.mean_acceptance_length:.2f}" for s in group),
+            ]
+            for name, group in result.groups.items()
+            if result.num_documents[name]
+        ]
+        render.print_table(f"mean acceptance length, {way}", columns, lengths, file=file)
+        everything = result.groups["all"][-1]
+        rates = [
+            ["accepted", *(f"{x:.2f}" for x in everything.per_position_acceptance)],
+            ["... if all before were", *(f"{x:.2f}" for x in everything.conditional_acceptance)],
+        ]
+        titles = ("draft", *(str(n) for n in range(1, len(rates[0]))))
+        render.print_table(f"per position at K={k}, {way}", titles, rates, file=file)

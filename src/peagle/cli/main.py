@@ -1,0 +1,109 @@
+"""The app, and what a user sees when something goes wrong: one line and a hint."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+import peagle
+from peagle.cli import capture, chat, demo, doctor, env, evaluate, generate, heads, prepare, train
+from peagle.cli.render import print_error
+from peagle.errors import PeagleError
+from peagle.log import setup_logging
+
+EXIT_OURS, EXIT_USER, EXIT_INTERRUPTED = 1, 2, 130
+
+app = typer.Typer(
+    name="peagle",
+    help="Lossless parallel speculative decoding: faster answers, the same tokens.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("demo")(demo.demo)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("prepare")(prepare.prepare)
+app.command("capture")(capture.capture)
+app.command("train")(train.train)
+app.command("evaluate")(evaluate.evaluate)
+app.command("doctor")(doctor.doctor)
+app.command("heads")(heads.heads)
+app.command("env")(env.env)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"peagle {peagle.__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _before_every_verb(
+    context: typer.Context,
+    verbose: Annotated[
+        int,
+        typer.Option(
+            "--verbose", "-v", count=True, help="Log more; -vv: most.", show_default=False
+        ),
+    ] = 0,
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    setup_logging(verbose)
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(args: list[str]) -> int:
+    """Runs one command line and returns its exit code."""
+    try:
+        code = typer.main.get_command(app).main(args, prog_name="peagle", standalone_mode=False)
+        sys.stdout.flush()
+    except PeagleError as error:
+        return _failed(EXIT_USER, error.message, error.hint)
+    except TyperException as error:
+        return _failed(EXIT_USER, *_usage_error(error))
+    except BrokenPipeError:
+        return _reader_went_away()
+    except (KeyboardInterrupt, typer.Abort):
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        message = f"unexpected {type(error).__name__}: {error}"
+        return _failed(EXIT_OURS, message, "PEAGLE_DEBUG=1 shows where; please report it")
+    return code if isinstance(code, int) else 0
+
+
+def run() -> None:
+    sys.exit(main(sys.argv[1:]))
+
+
+def _failed(code: int, message: str, hint: str | None) -> int:
+    if os.environ.get("PEAGLE_DEBUG") == "1":
+        traceback.print_exc()
+    print_error(message, hint)
+    return code
+
+
+def _usage_error(error: TyperException) -> tuple[str, str]:
+    """Message and hint. typer keeps its usage errors' fields off the public base class."""
+    nearest = getattr(error, "possibilities", None)
+    if nearest:
+        return error.message, f"did you mean {nearest[0]}?"
+    context = getattr(error, "ctx", None)
+    return error.format_message(), f"see {context.command_path if context else 'peagle'} --help"
+
+
+def _reader_went_away() -> int:
+    # `peagle ... | head`: what is still buffered has nowhere to go, and Python would say so.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_OURS

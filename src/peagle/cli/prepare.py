@@ -1,0 +1,169 @@
+"""`peagle prepare`: the target's own answers to prompts, as token ids with a loss mask."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from peagle.cli import options, render
+from peagle.cli.answer_flags import AnswerFlags, Limit, Split
+from peagle.cli.flags import expand_flags
+from peagle.cli.options import DrafterFlags, EngineFlags, Json
+from peagle.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from peagle.train.answers import AnswerSource
+    from peagle.train.making import Making
+    from peagle.train.prepare import Progress
+
+MAX_TOKENS = 1024
+CUT_LOOPS = 64
+CONCURRENCY = 64
+
+
+@expand_flags
+def prepare(
+    answers: AnswerFlags,
+    drafter: DrafterFlags,
+    engine: EngineFlags,
+    model: Annotated[
+        str, typer.Option(help="The target: a folder, a Hugging Face id or smollm2-135m.")
+    ],
+    prompts: Annotated[
+        str,
+        typer.Option(help="A .jsonl or .jsonl.gz file, a folder of them, or a dataset id."),
+    ],
+    out: Annotated[Path, typer.Option(help="The dataset's folder; a second run goes on in it.")],
+    split: Split = "train",
+    limit: Limit = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens in an answer.")] = MAX_TOKENS,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(help="Skip longer prompts; default: all that fit the context.")
+    ] = None,
+    cut_loops: Annotated[
+        int, typer.Option(help="Tokens kept after a loop begins; -1: all of it.")
+    ] = CUT_LOOPS,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(help="An OpenAI-compatible server (vLLM) answers.", metavar="URL"),
+    ] = None,
+    endpoint_model: Annotated[
+        str | None, typer.Option(help="The model's name there; default: --model.", metavar="NAME")
+    ] = None,
+    endpoint_key_env: Annotated[
+        str | None, typer.Option(help="Environment variable with its API key.", metavar="VAR")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(help="Requests at once there.")] = CONCURRENCY,
+    as_json: Json = False,
+) -> None:
+    """Make a training dataset: prompts, answered by the target itself."""
+    from peagle.checkpoints.references import load_tokenizer, resolve_model
+    from peagle.data.dataset import Dataset, DatasetWriter
+    from peagle.data.prompts import read_prompts
+    from peagle.data.summary import summarise
+    from peagle.train.prepare import ALL_ROWS, Preparation, reported_writes
+
+    # 1. Whatever can be wrong without the model is said before it is loaded.
+    making = answers.making(
+        model,
+        max_tokens,
+        cut_loops=cut_loops if cut_loops >= 0 else None,
+        answers_from=f"endpoint {endpoint_model or model}" if endpoint else "",
+    )
+    found = read_prompts(prompts, split=split, limit=limit)
+    tokenizer = load_tokenizer(resolve_model(model))
+    rules = making.rules(tokenizer)
+    with reported_writes(out):
+        writer = DatasetWriter(out, making.record(tokenizer), rows_per_shard=ALL_ROWS)
+
+    # 2. Answers, from here or from there.
+    if endpoint is None:
+        source = _embedded(model, engine, drafter, making)
+    else:
+        key = _key(endpoint_key_env)
+        source = _endpoint(endpoint, endpoint_model or model, key, making, concurrency)
+    run = Preparation(writer, source, rules, max_prompt_tokens, report=ProgressLine())
+    counts = run(found.good, found.bad)
+
+    # 3. What there is now, earlier runs included.
+    if counts.failed:
+        render.note(f"{counts.failed} prompts failed: see {run.errors}")
+    if not counts.answered and not counts.already_done:
+        raise DataError("no prompt was answered", hint=f"{run.errors} says why")
+    document = {
+        **summarise(Dataset(out)),
+        "failed": counts.failed,
+        "skipped_too_long": counts.too_long,
+        "skipped_repeated": found.num_repeated,
+        "already_done": counts.already_done,
+        "path": str(out),
+    }
+    if as_json:
+        render.print_json(document)
+    else:
+        _print_summary(document)
+
+
+class ProgressLine:
+    """One line on stderr: rewritten on a terminal, now and then elsewhere."""
+
+    def __init__(self) -> None:
+        self.on_terminal = sys.stderr.isatty()
+        self.every = 1.0 if self.on_terminal else 30.0
+        self.last = time.monotonic()
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        finished = progress.done == progress.total
+        if now - self.last < self.every and not finished:
+            return
+        self.last = now
+        left = progress.seconds_left
+        line = (
+            f"{progress.done} of {progress.total} prompts, {progress.num_tokens} tokens, "
+            f"{progress.tokens_per_second:.0f} tokens/s, "
+            f"{'?' if left is None else f'{left / 60:.1f}'} min left"
+        )
+        if self.on_terminal:
+            sys.stderr.write(f"\r\033[K{line}" + ("\n" if finished else ""))
+            sys.stderr.flush()
+        else:
+            render.note(line)
+
+
+def _embedded(
+    model: str, engine: EngineFlags, drafter: DrafterFlags, making: Making
+) -> AnswerSource:
+    from peagle.train.answers import EmbeddedAnswers
+
+    llm = options.build_llm(model, engine.config(), drafter.config())
+    return EmbeddedAnswers(llm.engine, making.params)
+
+
+def _endpoint(
+    url: str, model: str, key: str | None, making: Making, concurrency: int
+) -> AnswerSource:
+    from peagle.train.endpoint import Endpoint, EndpointAnswers
+
+    if concurrency < 1:
+        raise ConfigError(f"--concurrency {concurrency} is out of range", hint="use >= 1")
+    return EndpointAnswers(Endpoint(url, model, key), making.params, concurrency)
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is not None and variable not in os.environ:
+        raise ConfigError(f"--endpoint-key-env: {variable} is not set")
+    return os.environ[variable] if variable is not None else None
+
+
+def _print_summary(document: dict[str, Any]) -> None:
+    for name, value in document.items():
+        shown = (
+            ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+        )
+        render.write(f"{name.replace('_', ' '):18} {shown}\n")

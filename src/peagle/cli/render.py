@@ -1,0 +1,71 @@
+"""What a verb prints: data to stdout, the rest to stderr. rich is loaded when a table is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import IO, Any
+
+from peagle.speculation.statistics import SpecDecodeStats
+
+PIPE_WIDTH = 120  # of tables where there is no terminal to ask
+
+
+def print_error(message: str, hint: str | None = None) -> None:
+    """One line, whatever the message holds, and the hint on its own."""
+    sys.stderr.write(f"error: {' '.join(message.split())}\n")
+    if hint:
+        sys.stderr.write(f"hint: {' '.join(hint.split())}\n")
+    sys.stderr.flush()
+
+
+def note(text: str) -> None:
+    """Progress and remarks."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def write(text: str) -> None:
+    """Data, at once: a reader of a stream must not wait for a buffer to fill."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def print_json(document: Any) -> None:
+    """The last line of stdout."""
+    write(json.dumps(document, ensure_ascii=False) + "\n")
+
+
+def print_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    file: IO[str] | None = None,
+) -> None:
+    """The first column is a name, the others are values and stand right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    file = file or sys.stdout
+    Console(file=file, width=None if file.isatty() else PIPE_WIDTH).print(table)
+
+
+def stats_line(num_tokens: int, seconds: float, stats: SpecDecodeStats) -> str:
+    """`128 tokens in 2.0 s, 64.0 tokens/s; mean acceptance length 2.31, per position 0.7 0.4`."""
+    line = f"{num_tokens} tokens in {seconds:.1f} s, {rate(num_tokens, seconds):.1f} tokens/s"
+    if not stats.num_drafts:
+        return line
+    positions = " ".join(f"{share:.2f}" for share in stats.per_position_acceptance)
+    length = stats.mean_acceptance_length
+    return f"{line}; mean acceptance length {length:.2f}, per position {positions}"
+
+
+def rate(num_tokens: int, seconds: float) -> float:
+    return num_tokens / seconds if seconds > 0 else 0.0

@@ -1,0 +1,83 @@
+"""`peagle chat`: history, commands, and what Ctrl-C ends."""
+
+from __future__ import annotations
+
+import io
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from .fakes import ANSWER, CONTEXT, FakeLLM, Shell
+
+Say = Callable[..., None]
+
+
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch) -> Say:
+    """Lines for stdin."""
+
+    def pipe(*lines: str) -> None:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+
+    return pipe
+
+
+def _conversations(llm: FakeLLM) -> list[str]:
+    """Each request once: a stream shows it to the fake at every chunk."""
+    return list(dict.fromkeys(llm.requests))
+
+
+def test_answers_are_streamed_and_remembered(shell: Shell, say: Say) -> None:
+    say("a", "b")
+    assert shell("chat", "m", "--spec-method", "ngram") == 0
+    assert shell.out == f"{ANSWER}\n{ANSWER}\n"
+    assert _conversations(shell.llm) == ["<user>a", f"<user>a<assistant>{ANSWER}<user>b"]
+    assert shell.err.count("tokens/s; mean acceptance length 3.00") == 2
+
+
+def test_reset_forgets_and_exit_ends(shell: Shell, say: Say) -> None:
+    say("a", "/reset", "", "b", "/exit", "c")
+    assert shell("chat", "m", "--system", "S") == 0
+    assert _conversations(shell.llm) == ["<system>S<user>a", "<system>S<user>b"]
+
+
+def test_end_of_input_ends_with_0(shell: Shell, say: Say) -> None:
+    say()
+    assert shell("chat", "m") == 0
+
+
+def test_ctrl_c_cancels_the_answer_and_the_chat_goes_on(shell: Shell, say: Say) -> None:
+    shell.make = partial(FakeLLM, interrupt_at=4)
+    say("a", "b")
+    assert shell("chat", "m") == 0
+    assert shell.out == "one \none \n"
+    assert shell.llm.num_closed == 2
+    assert "cancelled" in shell.err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_at_the_prompt_exits_130(
+    shell: Shell, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(io.StringIO):
+        def readline(self, *_: object) -> str:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", Interrupted())
+    assert shell("chat", "m") == 130
+
+
+def test_a_line_that_is_too_long_is_an_error_and_is_forgotten(shell: Shell, say: Say) -> None:
+    say("x" * CONTEXT, "b")
+    assert shell("chat", "m") == 2
+    assert "longer than the context" in shell.err
+    assert _conversations(shell.llm) == ["<user>b"]
+
+
+def test_model_without_a_template_cannot_chat(shell: Shell, say: Say) -> None:
+    shell.make = partial(FakeLLM, chat_template=None)
+    assert shell("chat", "m") == 2
+    assert "hint: use peagle generate" in shell.err

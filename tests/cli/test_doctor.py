@@ -1,0 +1,157 @@
+"""`peagle doctor`: each silent loss is found, and healthy data is called healthy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from train.tiny_folder import write_head, write_model
+
+from peagle.data.dataset import Dataset, DatasetWriter, Row, read_manifest
+
+from .fakes import Shell
+
+OTHER_TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+
+
+def levels(shell: Shell) -> dict[str, str]:
+    return {finding["check"]: finding["level"] for finding in shell.json}
+
+
+def rewrite(data: str, folder: Path, change: Any = None, **made_by: Any) -> str:
+    """The dataset with every row and its manifest changed."""
+    source = Dataset(Path(data))
+    manifest = read_manifest(Path(data))["made_by"] | made_by
+    writer = DatasetWriter(folder, {k: v for k, v in manifest.items() if v != "absent"})
+    for index in range(len(source)):
+        row = source[index]
+        tokens, mask = row.token_ids.tolist(), row.loss_mask.tolist()
+        fields = {"id": row.id, "token_ids": tokens, "loss_mask": mask}
+        writer.add(Row(**fields | (change(tokens, mask) if change else {})))
+    writer.flush()
+    return str(folder)
+
+
+def test_healthy_data_has_no_errors(command: Shell, model: str, data: str) -> None:
+    assert command("doctor", "--data", data, "--model", model, "--json") == 0
+    found = levels(command)
+    for check in ("tokenizer", "chat template", "row start", "answer start", "mask", "token ids"):
+        assert found[check] == "ok", check
+    assert "share of the loss per depth" in command.out
+
+
+@pytest.mark.parametrize(
+    ("check", "level", "change", "made_by"),
+    [
+        ("chat template", "error", None, {"chat_template": "0123"}),
+        ("chat template", "warning", None, {"chat_template": None}),
+        ("chat template", "warning", None, {"chat_template": "absent"}),
+        ("tokenizer", "error", None, {"tokenizer": "0123"}),
+        ("target", "warning", None, {"target": "another"}),
+        ("mask on prompts", "error", lambda t, m: {"loss_mask": [1] * len(t)}, {}),
+        ("answer start", "error", lambda t, m: {"loss_mask": [1] * len(t)}, {}),
+        ("row start", "error", lambda t, m: {"token_ids": [65] * len(t)}, {}),
+        ("token ids", "error", lambda t, m: {"token_ids": [9999] * len(t)}, {}),
+        ("clipped", "warning", lambda t, m: {"clipped": True}, {}),
+        ("loops", "warning", lambda t, m: {"looping": True}, {}),
+        ("data", "error", lambda t, m: {"loss_mask": [0] * len(t)}, {}),
+        (
+            "loss shares",
+            "warning",
+            lambda t, m: {"loss_mask": [int(i % 3 == 0 and i > 3) for i in range(len(t))]},
+            {},
+        ),
+    ],
+)
+def test_what_is_wrong_with_data_is_found(
+    check: str,
+    level: str,
+    change: Any,
+    made_by: dict[str, Any],
+    command: Shell,
+    model: str,
+    data: str,
+    tmp_path: Path,
+) -> None:
+    broken = rewrite(data, tmp_path, change, **made_by)
+    code = command("doctor", "--data", broken, "--model", model, "--json")
+    assert levels(command)[check] == level
+    assert code == int("error" in levels(command).values())
+    assert all(f["hint"] for f in command.json if f["level"] != "ok")
+
+
+def test_a_template_of_the_target_that_changed_is_found(
+    command: Shell, data: str, tmp_path: Path
+) -> None:
+    other = write_model(tmp_path, OTHER_TEMPLATE)
+    assert command("doctor", "--data", data, "--model", str(other), "--json") == 1
+    assert levels(command)["chat template"] == "error"
+
+
+def examine_head(command: Shell, folder: Path, model: str, data: str, **changes: Any) -> Any:
+    head = write_head(folder, Path(model), **changes)
+    command("doctor", "--data", data, "--model", model, "--head", str(head), "--json")
+    return levels(command)
+
+
+def test_an_untrained_head_is_found_by_its_acceptance(
+    command: Shell, model: str, data: str, tmp_path: Path
+) -> None:
+    found = examine_head(command, tmp_path / "head", model, data)
+    assert found["fit"] == found["layer ids"] == found["head's context"] == found["mask id"] == "ok"
+    assert found["draft vocabulary"] == "ok"
+    assert found["acceptance"] in ("error", "warning")
+
+
+def test_what_is_wrong_with_a_head_is_found(
+    command: Shell, model: str, data: str, tmp_path: Path
+) -> None:
+    row = Dataset(Path(data))[0]
+    found = examine_head(
+        command,
+        tmp_path / "head",
+        model,
+        data,
+        aux_hidden_state_layer_ids=(1, 2, 3),
+        max_position_embeddings=64,
+        draft_vocab_size=40,
+        mask_token_id=int(row.token_ids[3]),
+        target_model="another",
+    )
+    assert found["layer ids"] == found["head's context"] == "warning"
+    assert found["head's target"] == "warning"
+    assert found["mask id"] == found["draft vocabulary"] == "error"
+
+
+def test_d2t_out_of_range_is_a_finding(
+    command: Shell, model: str, data: str, tmp_path: Path
+) -> None:
+    head = write_head(tmp_path / "head", Path(model), draft_vocab_size=40)
+    tensors = load_file(head / "model.safetensors")
+    tensors["d2t"][-1] = 10**6
+    save_file(tensors, head / "model.safetensors")
+    assert command("doctor", "--model", model, "--head", str(head), "--json") == 1
+    (error,) = (f for f in command.json if f["level"] == "error")
+    assert "d2t" in error["message"]
+
+
+def test_a_head_that_does_not_fit_is_a_finding(
+    command: Shell, model: str, data: str, tmp_path: Path
+) -> None:
+    found = examine_head(command, tmp_path / "head", model, data, target_hidden_size=64)
+    assert found["head"] == "error"
+    assert command.code == 1
+
+
+def test_a_users_error_is_one_line(command: Shell, model: str, data: str) -> None:
+    assert command("doctor", "--model", model) == 2
+    assert "nothing to examine" in command.err
+    assert command("doctor", "--model", "/missing", "--data", data) == 2
+
+
+def test_findings_are_lines(command: Shell, model: str, tmp_path: Path) -> None:
+    assert command("doctor", "--model", model, "--data", str(tmp_path)) == 1
+    assert command.out.startswith("error    data: ")
+    assert "hint: run `peagle prepare`" in command.out

@@ -1,0 +1,95 @@
+"""`peagle prepare`: the summary, resumption, endpoints, and errors of one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from train.endpoint_server import completion, serving
+
+from peagle.data.dataset import Dataset, read_manifest
+
+from .conftest import PREPARE
+from .fakes import Shell
+
+
+def test_summary_is_json_and_progress_goes_to_stderr(
+    command: Shell, model: str, prompts: str, tmp_path: Path
+) -> None:
+    arguments = (*PREPARE, "--model", model, "--prompts", prompts, "--out", str(tmp_path / "d"))
+    assert command(*arguments, "--json") == 0
+    found = command.json
+    assert len(command.out.splitlines()) == 1
+    assert "8 of 8 prompts" in command.err
+    assert "tokens/s" in command.err
+    assert (found["rows"], found["failed"], found["already_done"]) == (8, 0, 0)
+    assert found["supervised_tokens"] <= 8 * 24
+    assert found["answer_tokens"]["max"] <= 24
+    assert 0 <= found["loop_share"] <= 1
+    assert 0 < found["clipped_share"] <= 1
+
+    # A second run has nothing left to do; more prompts are added to the same folder.
+    assert command(*arguments, "--json") == 0
+    assert (command.json["rows"], command.json["already_done"]) == (8, 8)
+    more = tmp_path / "more.jsonl"
+    more.write_text(Path(prompts).read_text() + '{"prompt": "one more"}\n{"prompt": 5}\n')
+    assert command(*arguments, "--prompts", str(more), "--limit", "20") == 0
+    assert "rows               9" in command.out
+    errors = (tmp_path / "d" / "errors.jsonl").read_text()
+    assert json.loads(errors)["row"] == "more.jsonl:10"
+
+
+def test_a_drafter_speeds_up_and_changes_nothing(
+    command: Shell, model: str, prompts: str, head: str, data: str, tmp_path: Path
+) -> None:
+    arguments = ("--model", model, "--prompts", prompts, "--out", str(tmp_path))
+    assert command(*PREPARE, *arguments, "--spec-model", head) == 0
+    ours, plain = Dataset(tmp_path), Dataset(Path(data))
+    rows = [
+        {r.id: r.token_ids.tolist() for r in map(d.__getitem__, range(8))} for d in (ours, plain)
+    ]
+    assert rows[0] == rows[1]
+
+
+def test_an_endpoint_answers_instead(
+    command: Shell, model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_KEY", "secret")
+    with serving(lambda body: completion([65, 66, 0])) as (url, requests):
+        code = command(
+            *(*PREPARE, "--model", model, "--prompts", prompts, "--out", str(tmp_path)),
+            *("--endpoint", url, "--endpoint-model", "served", "--concurrency", "3", "--json"),
+            *("--endpoint-key-env", "SERVER_KEY"),
+        )
+    assert code == 0
+    assert command.json["supervised_tokens"] == 8 * 3
+    assert {(r["model"], r["key"]) for r in requests} == {("served", "Bearer secret")}
+    assert read_manifest(tmp_path)["made_by"]["answers_from"] == "endpoint served"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--prompts": "/missing.jsonl"}, "no prompts at /missing.jsonl"),
+        ({"--model": "/missing"}, "there is no folder /missing"),
+        ({"--endpoint": "localhost"}, "is no address"),
+        ({"--endpoint-key-env": "UNSET", "--endpoint": "http://x"}, "UNSET is not set"),
+        ({"--temperature": "-1"}, "temperature=-1.0 is out of range"),
+        ({"--max-prompt-tokens": "2"}, "no prompt was answered"),
+    ],
+)
+def test_a_users_error_is_one_line(
+    changes: dict[str, str], message: str, command: Shell, model: str, prompts: str, tmp_path: Path
+) -> None:
+    options = {"--model": model, "--prompts": prompts, "--out": str(tmp_path)} | changes
+    assert command(*PREPARE, *(word for pair in options.items() for word in pair)) == 2
+    assert message in command.err
+
+
+def test_a_folder_of_other_options_is_refused(
+    command: Shell, model: str, prompts: str, data: str
+) -> None:
+    arguments = ("--model", model, "--prompts", prompts, "--out", data, "--temperature", "1")
+    assert command(*PREPARE, *arguments) == 2
+    assert "was prepared with other options" in command.err
