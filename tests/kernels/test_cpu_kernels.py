@@ -61,7 +61,7 @@ def test_rms_norm_agrees(rows: int, size: int, scale: float, seed: int) -> None:
 
 @pytest.mark.parametrize("size", [5, 8, 19])
 @pytest.mark.parametrize("place", [0, -1])
-@pytest.mark.parametrize("value", [NAN, INF, -INF, 1e30])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_rms_norm_treats_what_is_not_finite_as_torch_does(
     size: int, place: int, value: float
 ) -> None:
@@ -69,6 +69,11 @@ def test_rms_norm_treats_what_is_not_finite_as_torch_does(
     x[0, place] = value
     ours, plain = kernels().rms_norm(x, weight, 1e-5), F.rms_norm(x, (size,), weight, 1e-5)
     torch.testing.assert_close(ours, plain, equal_nan=True)
+
+
+def test_rms_norm_of_large_values_does_not_overflow() -> None:
+    x = torch.full((1, 11), 1e30)
+    torch.testing.assert_close(kernels().rms_norm(x, torch.ones(11), 1e-5), torch.ones(1, 11))
 
 
 def test_rms_norm_reads_heads_that_lie_apart() -> None:

@@ -15,6 +15,7 @@
 enum { LANES = 8, TILE = 32, IN_REGISTERS = 8 };
 
 typedef float lanes __attribute__((vector_size(4 * LANES)));
+typedef double doubles __attribute__((vector_size(8 * LANES)));
 typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 
@@ -79,11 +80,15 @@ void rms_norm(float *out, const float *x, const float *weight, int64_t rows, int
               double eps) {
     int64_t whole = size - size % LANES;
     for (int64_t row = 0; row < rows; row++, x += size, out += size) {
-        lanes squares = all(0.0f);
-        for (int64_t i = 0; i < whole; i += LANES) squares += load(x + i) * load(x + i);
-        float total = sum(squares);
-        for (int64_t i = whole; i < size; i++) total += x[i] * x[i];
-        float scale = 1.0f / sqrtf(total / (float)size + (float)eps);
+        doubles squares = {0};
+        for (int64_t i = 0; i < whole; i += LANES) {
+            doubles part = __builtin_convertvector(load(x + i), doubles);
+            squares += part * part;
+        }
+        double total = 0.0;
+        for (int i = 0; i < LANES; i++) total += squares[i];
+        for (int64_t i = whole; i < size; i++) total += (double)x[i] * x[i];
+        float scale = (float)(1.0 / sqrt(total / (double)size + eps));
         for (int64_t i = 0; i < whole; i += LANES)
             store(out + i, load(x + i) * all(scale) * load(weight + i));
         for (int64_t i = whole; i < size; i++) out[i] = x[i] * scale * weight[i];
