@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from peagle.models.attention import Attention
 from peagle.models.config import DecoderConfig
-from peagle.models.layers import DecoderLayer, RMSNorm, RotaryEmbedding, at_least_float32
+from peagle.models.layers import DecoderLayer, Linear, RMSNorm, RotaryEmbedding, at_least_float32
 
 
 class TargetOutput(NamedTuple):
@@ -27,7 +27,7 @@ class TargetModel(nn.Module):
             DecoderLayer(config, layer) for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = RotaryEmbedding(config)
