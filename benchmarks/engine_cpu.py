@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
-from peagle.checkpoints.files import write_atomic
 from peagle.checkpoints.references import load_tokenizer, resolve_model
 from peagle.checkpoints.targets import load_target
 from peagle.config import EngineConfig
 from peagle.engine.engine import Engine, Speculation
+from peagle.files import write_json
 from peagle.models.drafter import Draft, DraftBatch, SequenceDraft
 from peagle.provenance import provenance
 from peagle.sampling_params import SamplingParams
@@ -175,7 +175,7 @@ def main() -> None:
     }
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(args.out, json.dumps(result, indent=2) + "\n")
+        write_json(args.out, result)
     print(json.dumps(result))  # noqa: T201
 
 

@@ -1,4 +1,4 @@
-"""Result files are whole or absent, and say what they came from."""
+"""Result files say what they came from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from peagle.log import setup_logging
-from peagle.provenance import git_state, provenance, write_json
+from peagle.provenance import git_state, provenance
 
 
 def test_record_is_json_and_names_what_a_figure_depends_on() -> None:
@@ -21,15 +21,6 @@ def test_record_is_json_and_names_what_a_figure_depends_on() -> None:
 
 def test_folder_outside_a_checkout_has_no_commit(tmp_path: Path) -> None:
     assert git_state(tmp_path) is None
-
-
-def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    write_json(path, {"a": 1})
-    with pytest.raises(TypeError):
-        write_json(path, {"a": object()})
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_log_goes_to_stderr_at_the_level_asked_for(

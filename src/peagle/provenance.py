@@ -5,13 +5,10 @@ Every result file carries one of these, so that a figure can be checked by repea
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -38,22 +35,6 @@ def provenance(*, probe_torch: bool = False) -> dict[str, Any]:
     if probe_torch:
         record["torch"] = _torch()
     return record
-
-
-def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Writes a JSON file whole or not at all: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).chmod(0o644)  # mkstemp's 0600 would hide a result from its readers
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

@@ -38,6 +38,24 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert dataset.manifest["totals"] == {"rows": 8, "tokens": 47, "supervised_tokens": 31}
 
 
+def test_further_folders_follow_and_a_prompt_keeps_its_side(tmp_path: Path) -> None:
+    write(tmp_path / "greedy", range(40))
+    write(tmp_path / "sampled", range(40))
+    both = Dataset(tmp_path / "greedy", more=[tmp_path / "sampled"])
+    assert [r["id"] for r in both.info] == [f"row-{n}" for n in range(40)] * 2
+    assert list(both[47].token_ids) == row(7, 5 + 7 % 3).token_ids
+    train, held_out = both.split(0.3)
+    assert 0 < len(held_out) < 80
+    assert not {both.info[i]["id"] for i in train} & {both.info[i]["id"] for i in held_out}
+
+
+def test_an_empty_further_folder_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "full", range(3))
+    DatasetWriter(tmp_path / "empty", MADE_BY)
+    with pytest.raises(DataError, match="empty"):
+        Dataset(tmp_path / "full", more=[tmp_path / "empty"])
+
+
 def test_a_second_writer_continues_and_knows_what_is_there(tmp_path: Path) -> None:
     write(tmp_path, range(4))
     writer = DatasetWriter(tmp_path, MADE_BY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +17,32 @@ from peagle.train.setup import assemble
 from train import tiny
 
 STEPS = 3
+UNEVEN = 46  # rows of a segment: then packed rows have unlike numbers of segments
 
 
-def train(folder: Path, name: str, **sections: dict[str, Any]) -> None:
+def train(
+    folder: Path, name: str, *, max_rows: int | None = None, **sections: dict[str, Any]
+) -> None:
     run = {"folder": str(folder / name), "partitions": 2} | sections.pop("run", {})
     recipe = tiny.recipe(folder, run=run, schedule={"steps": STEPS}, **sections)
-    Run(assemble(recipe, tiny.target(), tiny.ROPE))()
+    setup = assemble(recipe, tiny.target(), tiny.ROPE)
+    setup.batches.plan.max_rows = max_rows
+    Run(setup)()
 
 
 def process(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/group",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(minutes=2),  # a deadlock is a failure, not a wait
+    )
     try:
         for sharding in ("ddp", "fsdp2"):
-            train(folder, sharding, run={"folder": str(folder / sharding), "sharding": sharding})
+            train(folder, sharding, run={"sharding": sharding})
+        train(folder, "uneven", run={"sharding": "fsdp2"}, max_rows=UNEVEN)
     finally:
         dist.destroy_process_group()
 
@@ -43,7 +56,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_unlike_numbers_of_segments_really_occur(runs: Path) -> None:
+    batches = assemble(tiny.recipe(runs), tiny.target(), tiny.ROPE).batches
+    batches.plan.max_rows = UNEVEN
+    rows = batches.rows_from(0)
+    numbers = [len(next(rows).segments) for _ in range(2 * STEPS)]
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    assert any(first != second for first, second in pairs)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2", "uneven"])
 @pytest.mark.parametrize("part", ["network", "optimizer"])
 def test_two_processes_end_with_the_weights_of_one(runs: Path, sharding: str, part: str) -> None:
     file = f"checkpoints/step-{STEPS:08d}/{part}.safetensors"

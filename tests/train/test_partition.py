@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from peagle.data.packing import PackedRow
 from peagle.train.cod import draw_depths, retentions, supervised_runs
+from peagle.train.compiling import checkpoint_activations
 from peagle.train.features import OnlineFeatures
 from peagle.train.losses import ChunkedLoss
-from peagle.train.memory import checkpoint_activations
 from peagle.train.objective import DraftModel, PEaglePlanner
 from peagle.train.optimizer import build_optimizer
 from peagle.train.partition import balanced_boundaries, boundaries_under, segment_sizes

@@ -39,6 +39,10 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ({"schedule": {"steps": 3, "epochs": 1}}, "exactly one of"),
         ({"cod": {"retention": 0}}, "cod.retention=0.0 is out of range"),
         ({"loss": 3}, "section 'loss'"),
+        ({"data": {"path": "x", "more": ["y"], "features": "f"}}, "data.more has no stored"),
+        ({"run": {"log_every": 0}}, "run.log_every must be at least 1"),
+        ({"run": {"keep_checkpoints": 0}}, "run.keep_checkpoints must be at least 1"),
+        ({"run": {"partitions": 0}}, "run.partitions must be at least 1"),
     ],
 )
 def test_a_mistake_is_named(options: dict[str, object], message: str) -> None:
@@ -54,3 +58,21 @@ def test_an_override_without_section_is_refused(tmp_path: Path) -> None:
         load_recipe(file, ["steps=3"])
     with pytest.raises(ConfigError, match="no recipe"):
         load_recipe(tmp_path / "missing.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "overrides", "message"),
+    [
+        ("- a\n- b\n", [], "is no recipe"),
+        ("a: [", [], "is not valid YAML"),
+        ("loss: 3\n", ["loss.kind=ce"], "section 'loss'"),
+        ("", ["loss.kind=["], "holds no YAML value"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused(
+    content: str, overrides: list[str], message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(file, overrides)

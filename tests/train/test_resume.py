@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import multiprocessing
+import random
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from peagle.errors import TrainingError
+from peagle.train import run_state
+from peagle.train.journal import read_metrics
 from peagle.train.loop import Run
 from peagle.train.run_state import restore_newest
 from peagle.train.setup import Setup, assemble
@@ -64,6 +70,106 @@ def test_a_killed_and_resumed_run_ends_bit_equal(data: Path) -> None:
     assert whole.keys() == killed.keys()
     for name, weight in whole.items():
         assert torch.equal(weight, killed[name]), name
+
+
+def train_in_a_process(folder: Path) -> None:
+    torch.set_num_threads(1)
+    Run(setup(folder, "killed", schedule={"steps": 12}, run={"checkpoint_every": 1}), resume=True)()
+
+
+def test_a_run_that_is_killed_again_and_again_ends_bit_equal(data: Path) -> None:
+    began = time.monotonic()
+    Run(setup(data, "whole", schedule={"steps": 12}, run={"checkpoint_every": 1}))()
+    longest = time.monotonic() - began
+    moments, context = random.Random(0), multiprocessing.get_context("fork")
+    for _ in range(5):  # SIGKILL: nothing in the process can clean up
+        process = context.Process(target=train_in_a_process, args=(data,))
+        process.start()
+        process.join(moments.uniform(0.0, longest))
+        process.kill()
+        process.join()
+    train_in_a_process(data)
+    whole, killed = final_weights(data / "whole"), final_weights(data / "killed")
+    assert all(torch.equal(weight, killed[name]) for name, weight in whole.items())
+    names = {path.name for path in (data / "killed" / "checkpoints").iterdir()}
+    assert names == {"step-00000011", "step-00000012"}  # nothing half written stays
+    steps = [line["step"] for line in read_metrics(data / "killed") if line["kind"] == "train"]
+    assert steps == sorted(set(steps))
+
+
+def full_disk(after: int) -> Any:
+    """A `save_file` that finds the disk full from its `after`-th call on, in the middle of one."""
+    calls = iter(range(10**6))
+
+    def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        if next(calls) >= after:
+            Path(path).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(tensors, path)
+
+    return save
+
+
+def test_a_full_disk_is_one_clear_error_and_the_last_good_state_stays(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"schedule": {"steps": 6}}
+    Run(setup(data, "whole", **options))()
+    # The second checkpoint's second file: weights are written, moments are not.
+    monkeypatch.setattr(run_state, "save_file", full_disk(after=3))
+    with pytest.raises(TrainingError, match="No space left on device") as caught:
+        Run(setup(data, "full", **options))()
+    assert "--resume" in (caught.value.hint or "")
+    names = [path.name for path in (data / "full" / "checkpoints").iterdir()]
+    assert names == ["step-00000002"]
+    monkeypatch.undo()
+    resumed = Run(setup(data, "full", **options), resume=True)
+    assert resumed.progress.step == 2
+    resumed()
+    whole, full = final_weights(data / "whole"), final_weights(data / "full")
+    assert all(torch.equal(weight, full[name]) for name, weight in whole.items())
+
+
+def test_a_full_disk_keeps_the_best_head(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Run(setup(data, "run"))()
+    before = (data / "run" / "head" / "model.safetensors").read_bytes()
+    run = Run(setup(data, "run", schedule={"steps": 6}), resume=True)
+    run.progress = run.progress._replace(best=0.0)
+    monkeypatch.setattr("safetensors.torch.save_file", full_disk(after=0))
+    with pytest.raises(TrainingError, match="No space left on device"):
+        run()
+    assert (data / "run" / "head" / "model.safetensors").read_bytes() == before
+
+
+def test_a_checkpoint_of_other_sizes_is_refused(data: Path) -> None:
+    Run(setup(data, "run"))()
+    with pytest.raises(TrainingError, match="other head sizes than this recipe's"):
+        Run(setup(data, "run", head={"num_hidden_layers": 3}), resume=True)
+
+
+def test_a_damaged_checkpoint_never_outlives_the_good_ones(data: Path) -> None:
+    """With one kept, the damaged later one must go and not the good one before it."""
+    Run(setup(data, "run"))()
+    newest = sorted((data / "run" / "checkpoints").glob("step-*"))[-1]
+    (newest / "state.json").write_text("{")
+    options = {"keep_checkpoints": 1, "checkpoint_every": 3}
+    kill_after(Run(setup(data, "run", run=options), resume=True), 3)
+    assert [p.name for p in (data / "run" / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+def test_what_a_kill_left_half_written_goes_when_the_run_resumes(data: Path) -> None:
+    Run(setup(data, "run"))()
+    leftover = data / "run" / "checkpoints" / ".step-00000003.0123.tmp"
+    leftover.mkdir()
+    Run(setup(data, "run"), resume=True)
+    assert not leftover.exists()
+
+
+def test_a_head_that_a_kill_took_is_written_again(data: Path) -> None:
+    Run(setup(data, "run"))()
+    (data / "run" / "head").rename(data / "run" / ".head.0123.tmp")  # between two renames
+    Run(setup(data, "run"), resume=True)()
+    assert (data / "run" / "head" / "config.json").is_file()
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "state"])

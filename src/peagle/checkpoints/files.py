@@ -1,20 +1,12 @@
-"""Files that are whole or not there: atomic writes, and weights read without surprises."""
+"""JSON and weights of model folders, read without surprises."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import glob
 import json
-import os
-import shutil
-import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.checkpoints.locking import try_lock
 from peagle.errors import ModelError
 
 if TYPE_CHECKING:
@@ -22,58 +14,6 @@ if TYPE_CHECKING:
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
-
-
-def write_atomic(path: Path, content: bytes | str) -> None:
-    """Writes a file so that readers see the old content or the new, through a crash too."""
-    data = content.encode() if isinstance(content, str) else content
-    remove_leftovers(path)
-    temporary = _temporary_sibling(path)
-    try:
-        with temporary.open("wb") as file:
-            try_lock(file.fileno())
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _fsync(path.parent)
-
-
-@contextlib.contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yields a temporary sibling that becomes `path` when the block ends without an error.
-
-    An older folder at `path` is replaced. No rename replaces a full folder, so a reader may for
-    a moment find none; it never finds a mixture.
-    """
-    remove_leftovers(path)
-    temporary = _temporary_sibling(path)
-    temporary.mkdir(parents=True)
-    descriptor = os.open(temporary, os.O_RDONLY)
-    try_lock(descriptor)  # held while we live: tells others that this is no leftover
-    try:
-        yield temporary
-        for entry in (*temporary.rglob("*"), temporary):
-            _fsync(entry)
-        _replace_folder(temporary, path)
-        _fsync(path.parent)
-    finally:
-        os.close(descriptor)
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def remove_leftovers(path: Path, *, min_age: float = 60.0) -> None:
-    """Deletes temporary siblings of `path` whose writers are gone.
-
-    A writer locks its temporary only after making it, so a young one may be in use and not yet
-    locked. Who knows that nobody else writes `path` may give `min_age=0`.
-    """
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        with contextlib.suppress(OSError):  # somebody else deletes it, or it is not ours
-            if _is_abandoned(leftover, min_age):
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -159,39 +99,3 @@ def _open_weights(path: Path) -> Any:
             f"{path} is truncated or no safetensors file: {error}",
             hint="download or copy it again",
         ) from error
-
-
-def _temporary_sibling(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-
-
-def _replace_folder(new: Path, path: Path) -> None:
-    while True:
-        try:
-            new.rename(path)
-            return
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        aside = _temporary_sibling(path)
-        with contextlib.suppress(FileNotFoundError):  # another writer was faster
-            path.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _is_abandoned(temporary: Path, min_age: float) -> bool:
-    descriptor = os.open(temporary, os.O_RDONLY)
-    try:
-        age = time.time() - os.fstat(descriptor).st_mtime
-        unlocked = try_lock(descriptor)
-    finally:
-        os.close(descriptor)
-    return unlocked and age >= min_age
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

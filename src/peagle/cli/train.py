@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from peagle.cli import render
+
+if TYPE_CHECKING:
+    from peagle.train.footprint import Footprint
+    from peagle.train.recipe import Recipe
+
+GIB = 2**30
 
 
 def train(
@@ -20,10 +27,22 @@ def train(
         bool, typer.Option("--print-config", help="Print the complete recipe and exit.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Measure a few steps, forecast the run and exit.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Compute the memory, measure a few steps, forecast the run and exit.",
+        ),
     ] = False,
+    gpus: Annotated[
+        int | None,
+        typer.Option(help="With --dry-run: compute for so many GPUs; default: torchrun's.", min=1),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the newest good checkpoint.")
+    ] = False,
+    vllm_command: Annotated[
+        bool,
+        typer.Option("--vllm-command", help="Print the server for data.features=vllm and exit."),
     ] = False,
 ) -> None:
     """Train a P-EAGLE or EAGLE-3 head."""
@@ -33,14 +52,91 @@ def train(
     if print_config:
         render.print_json(chosen.as_dict())
         return
+    if vllm_command:
+        from peagle.train.vllm_source import shell_command
 
-    from peagle.train.forecast import forecast
-    from peagle.train.loop import Run, total_steps
+        typer.echo(shell_command(chosen))
+        return
+    if dry_run:
+        document = _dry_run(chosen, gpus or int(os.environ.get("WORLD_SIZE", "1")))
+    else:
+        document = _train(chosen, resume=resume)
+    if _is_first_process():
+        render.print_json(document)
+
+
+def _train(recipe: Recipe, *, resume: bool) -> dict[str, Any]:
+    from peagle.train.loop import Run
     from peagle.train.setup import build
 
-    setup = build(chosen)
-    if dry_run:
-        render.print_json(forecast(setup, total_steps(setup)))
+    progress = Run(build(recipe), resume=resume, report=render.note)()
+    return {"head": str(Path(recipe.run.folder) / "head"), **progress._asdict()}
+
+
+def _dry_run(recipe: Recipe, num_gpus: int) -> dict[str, Any]:
+    """First what is computed, for a GPU even where there is none; then what is measured here."""
+    from peagle.train.devices import pick_device
+    from peagle.train.footprint import footprint
+    from peagle.train.forecast import forecast
+    from peagle.train.inputs import read_inputs
+    from peagle.train.loop import total_steps
+    from peagle.train.setup import build
+
+    inputs = read_inputs(recipe)
+    here = pick_device(recipe.run.device).type
+    computed = {}
+    if recipe.run.device != "cpu":
+        computed["cuda"] = footprint(inputs, num_gpus, "cuda")
+    if here == "cpu":
+        computed["cpu"] = footprint(inputs, 1, "cpu")
+    for device, one in computed.items():
+        _print_memory(device, one)
+    setup = build(recipe)
+    measured = forecast(setup, total_steps(setup))
+    _print_forecast(measured, computed[here].total / GIB, here)
+    return {"memory": {d: _document(one) for d, one in computed.items()}, **measured}
+
+
+def _print_memory(device: str, computed: Footprint) -> None:
+    if not _is_first_process():
         return
-    progress = Run(setup, resume=resume)()
-    render.print_json({"head": str(Path(chosen.run.folder) / "head"), **progress._asdict()})
+    where = "on a CPU" if device == "cpu" else f"on each of {computed.num_gpus} GPUs"
+    title = f"Memory {where.replace('each of 1 GPUs', 'one GPU')}, computed"
+    parts = {name: size for name, size in computed.parts.items() if size}
+    rows = [(name, f"{size / GIB:.3f}") for name, size in parts.items()]
+    render.print_table(title, ("", "GiB"), [*rows, ("all", f"{computed.total / GIB:.3f}")])
+
+
+def _print_forecast(measured: dict[str, Any], computed_gib: float, device: str) -> None:
+    if not _is_first_process():
+        return
+    peak = "peak of the GPU's tensors" if device == "cuda" else "peak, libraries included"
+    render.print_table(
+        "The run, from a few steps",
+        ("", "computed", "measured"),
+        [
+            (f"{peak}, GiB", f"{computed_gib:.2f}", f"{measured['peak_memory_gib']:.2f}"),
+            ("tokens/s", "", f"{measured['tokens_per_second']:.0f}"),
+            ("waiting for rows", "", f"{measured['waiting_share']:.1%}"),
+            ("seconds per step", "", f"{measured['seconds_per_step']:.3f}"),
+            ("steps", f"{measured['forecast_steps']}", ""),
+            ("minutes in steps", f"{measured['forecast_minutes']:.1f}", ""),
+            ("disk at most, GiB", f"{measured['disk_gib']:.2f}", ""),
+            ("disk free, GiB", "", f"{measured['disk_free_gib']:.1f}"),
+        ],
+    )
+
+
+def _document(computed: Footprint) -> dict[str, Any]:
+    return {
+        "parts_bytes": computed.parts,
+        "total_gib": computed.total / GIB,
+        "rows_per_pass": computed.rows_per_pass,
+        "passes_per_step": computed.passes_per_step,
+        "num_gpus": computed.num_gpus,
+    }
+
+
+def _is_first_process() -> bool:
+    """Of those that torchrun starts."""
+    return os.environ.get("RANK", "0") == "0"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from peagle.errors import DataError
-from peagle.provenance import write_json
+from peagle.files import atomic_file, write_json
 
 FORMAT = "peagle-dataset-1"
 MANIFEST = "manifest.json"
@@ -94,7 +93,8 @@ class DatasetWriter:
             return
         name = f"shard-{len(self._manifest['shards']):05d}"
         tensors = _join(self._pending)
-        _save_atomic(tensors, self.folder / f"{name}.safetensors")
+        with atomic_file(self.folder / f"{name}.safetensors") as temporary:
+            save_file(tensors, temporary)
         rows = [
             {"id": r.id, "category": r.category, "clipped": r.clipped, "looping": r.looping}
             for r in self._pending
@@ -116,18 +116,21 @@ class DatasetWriter:
 class Dataset:
     """Random access by row. Shards are memory-mapped: a row costs nothing until it is read.
 
-    Rows longer than `max_length` lose their end; `num_cut` says how many do.
+    Rows longer than `max_length` lose their end; `num_cut` says how many do. The rows of `more`
+    follow those of `folder`; a prompt answered in several folders keeps its id, and so its side
+    of `split`.
     """
 
-    def __init__(self, folder: Path, max_length: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, max_length: int | None = None, *, more: Sequence[Path] = ()
+    ) -> None:
         self.folder = folder
         self.max_length = max_length
         self.manifest = read_manifest(folder)
-        shards = self.manifest["shards"]
-        if not shards:
-            raise DataError(f"{folder} holds no rows", hint="run `peagle prepare` first")
-        self.info = [row for s in shards for row in _read_rows(folder, s["name"])]
-        self._shards = [_read_shard(folder, s) for s in shards]
+        places = [(f, s) for f in (folder, *more) for s in _shards_of(f)]
+        shards = [shard for _, shard in places]
+        self.info = [row for f, s in places for row in _read_rows(f, s["name"])]
+        self._shards = [_read_shard(f, s) for f, s in places]
         counts = torch.tensor([s["rows"] for s in shards])
         self._first_row = torch.cat((torch.zeros(1, dtype=torch.long), counts.cumsum(0)))
         lengths = torch.cat([s["offsets"].diff() for s in self._shards])
@@ -175,6 +178,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def _shards_of(folder: Path) -> list[dict[str, Any]]:
+    shards: list[dict[str, Any]] = read_manifest(folder)["shards"]
+    if not shards:
+        raise DataError(f"{folder} holds no rows", hint="run `peagle prepare` first")
+    return shards
+
+
 def totals(shards: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return {key: sum(s[key] for s in shards) for key in ("rows", "tokens", "supervised_tokens")}
 
@@ -191,17 +201,6 @@ def _join(rows: Sequence[Row]) -> dict[str, Tensor]:
         "loss_mask": torch.cat([torch.as_tensor(r.loss_mask, dtype=torch.uint8) for r in rows]),
         "offsets": lengths.cumsum(0),
     }
-
-
-def _save_atomic(tensors: dict[str, Tensor], path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        save_file(tensors, temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _read_rows(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+from peagle.backends.vllm_backend import VllmBackend
+from peagle.backends.vllm_request import OpenRequest
 from peagle.engine.engine import Engine
+from peagle.engine.prompts import TokenizedPrompt
 from peagle.engine.request import Request
 from peagle.sampling_params import SamplingParams
 
@@ -23,7 +26,7 @@ class Answer(NamedTuple):
 
 
 class AnswerSource(Protocol):
-    """Two implementations: the engine in this process, and an endpoint."""
+    """Three implementations: the embedded engine, vLLM, and an endpoint."""
 
     capacity: int  # questions that may be in flight
 
@@ -66,6 +69,35 @@ class EmbeddedAnswers:
         for request in self._asked:
             self.engine.abort(request)
         self._asked.clear()
+
+
+class VllmAnswers:
+    """vLLM in this process, kept as full as the embedded engine."""
+
+    def __init__(self, backend: VllmBackend, params: SamplingParams) -> None:
+        self.backend, self.params = backend, params
+        self.capacity = 2 * backend.max_num_seqs
+        self._asked: dict[OpenRequest, Question] = {}
+
+    def submit(self, question: Question) -> None:
+        prompt = TokenizedPrompt(None, question.prompt_token_ids)
+        params = replace(self.params, seed=question.seed)
+        self._asked[self.backend.open(prompt, params)] = question
+
+    def collect(self) -> list[tuple[Question, Answer]]:
+        done: list[tuple[Question, Answer]] = []
+        while self._asked and not done:
+            for request in self.backend.step():
+                if request.finished:
+                    answer = request.output().outputs[0]
+                    clipped = answer.finish_reason == "length"
+                    given = Answer(answer.token_ids, clipped, answer.error)
+                    done.append((self._asked.pop(request), given))
+        return done
+
+    def close(self) -> None:
+        self._asked.clear()
+        self.backend.close()
 
 
 def _answer(request: Request) -> Answer:

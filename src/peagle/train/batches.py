@@ -36,7 +36,7 @@ class Batches:
         capacity: int,
         plan: Planner,
         seed: int,
-        source: FeatureSource,
+        source: FeatureSource | None,  # None: rows without features
         *,
         rank: int = 0,
         world: int = 1,
@@ -78,7 +78,8 @@ class Batches:
     def _planned(self, epoch: Epoch, index: int) -> PlannedRow:
         row = pack(self.dataset, epoch.rows[index], self.capacity)
         planned = self.plan(row, self._generator(epoch.number, index))
-        return planned._replace(fetched=self.source.fetch(row))
+        fetched = None if self.source is None else self.source.fetch(row)
+        return planned._replace(fetched=fetched)
 
     def _generator(self, epoch: int, index: int) -> torch.Generator:
         digest = hashlib.sha256(f"{self.seed} {epoch} {index}".encode()).digest()
@@ -132,7 +133,7 @@ def pinned(planned: PlannedRow) -> PlannedRow:
         position=row.position.pin_memory(),
     )
     fetched = planned.fetched
-    if fetched is not None:
+    if isinstance(fetched, StoredStates):  # promised ones are page-locked already
         fetched = StoredStates(fetched.taps.pin_memory(), fetched.states.pin_memory())
     segments = [s.pin() for s in planned.segments]
     return planned._replace(row=row, segments=segments, fetched=fetched)

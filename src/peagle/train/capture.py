@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from peagle.checkpoints.files import write_atomic
 from peagle.data.dataset import Dataset
 from peagle.data.packing import PackedRow, assign, pack
 from peagle.errors import DataError
-from peagle.train.features import Features, OnlineFeatures, StoredStates
+from peagle.files import atomic_file, write_json
+from peagle.train.features import (
+    Features,
+    FeatureSource,
+    Fetched,
+    OnlineFeatures,
+    StoredStates,
+)
+from peagle.train.vllm_features import VllmFeatures
 
 FORMAT = "peagle-features-1"
 INDEX = "features.json"
+PASSES_AHEAD = 2
 
 
 def forecast_bytes(num_tokens: int, hidden_size: int, num_taps: int) -> int:
@@ -49,7 +58,7 @@ def check_disk(needed: int, folder: Path, max_disk: int | None) -> None:
 
 def capture(
     dataset: Dataset,
-    source: OnlineFeatures,
+    source: OnlineFeatures | VllmFeatures,
     folder: Path,
     target_model: str,
     *,
@@ -64,30 +73,41 @@ def capture(
     tokens = int(dataset.lengths[left].sum())
     size = source.target.config.hidden_size
     check_disk(forecast_bytes(tokens, size, len(source.tap_layers)), folder, max_disk)
-    for items in assign(dataset.lengths[left].tolist(), tokens_per_pass):
-        rows = [left[i] for i in items]
-        index["shards"].append(_write_shard(dataset, rows, source, folder, len(index["shards"])))
-        write_atomic(folder / INDEX, json.dumps(index, indent=1) + "\n")
+    for row, features in _passes(dataset, left, source, tokens_per_pass):
+        name = f"features-{len(index['shards']):05d}.safetensors"
+        index["shards"].append(_write_shard(dataset, row, features, folder / name))
+        write_json(folder / INDEX, index)
         yield sum(len(shard["rows"]) for shard in index["shards"])
 
 
+def _passes(
+    dataset: Dataset, rows: list[int], source: FeatureSource, tokens_per_pass: int
+) -> Iterator[tuple[PackedRow, Features]]:
+    """The next passes are asked for before one is computed: a server is never left idle."""
+    waiting: deque[tuple[PackedRow, Fetched]] = deque()
+    for items in assign(dataset.lengths[rows].tolist(), tokens_per_pass):
+        indices = [rows[i] for i in items]
+        row = pack(dataset, indices, int(dataset.lengths[indices].sum()))
+        waiting.append((row, source.fetch(row)))
+        if len(waiting) > PASSES_AHEAD:
+            row, fetched = waiting.popleft()
+            yield row, source(row, fetched)
+    for row, fetched in waiting:
+        yield row, source(row, fetched)
+
+
 def _write_shard(
-    dataset: Dataset, rows: list[int], source: OnlineFeatures, folder: Path, number: int
+    dataset: Dataset, row: PackedRow, features: Features, path: Path
 ) -> dict[str, Any]:
-    used = int(dataset.lengths[rows].sum())
-    row = pack(dataset, rows, used)
-    features = source(row)
-    name = f"features-{number:05d}.safetensors"
     tensors = {
         "token_ids": row.token_ids.int(),
         "taps": features.taps.to("cpu", torch.bfloat16),
         "states": features.states.to("cpu", torch.bfloat16),
     }
-    temporary = folder / f".{name}"
-    save_file(tensors, temporary)
-    temporary.replace(folder / name)
-    ids = [dataset.info[i]["id"] for i in rows]
-    return {"name": name, "rows": ids, "lengths": dataset.lengths[rows].tolist()}
+    with atomic_file(path) as temporary:
+        save_file(tensors, temporary)
+    ids = [dataset.info[i]["id"] for i in row.indices]
+    return {"name": path.name, "rows": ids, "lengths": dataset.lengths[row.indices].tolist()}
 
 
 def _open_index(folder: Path, target_model: str, tap_layers: tuple[int, ...]) -> dict[str, Any]:
@@ -150,8 +170,8 @@ class StoredFeatures:
         pad = torch.nn.functional.pad
         return StoredStates(pad(taps, (0, 0, 0, padding)), pad(states, (0, 0, 0, padding)))
 
-    def __call__(self, row: PackedRow, fetched: StoredStates | None) -> Features:
-        assert fetched is not None
+    def __call__(self, row: PackedRow, fetched: Fetched) -> Features:
+        assert isinstance(fetched, StoredStates)
         tokens = row.token_ids.to(self.device, non_blocking=True)
         taps = fetched.taps.to(self.device, self.dtype, non_blocking=True)
         states = fetched.states.to(self.device, self.dtype, non_blocking=True)

@@ -79,6 +79,16 @@ def exchange(module: nn.Module, now: bool) -> Iterator[None]:
         yield
 
 
+def missing_passes(module: nn.Module, own: int, device: torch.device) -> int:
+    """Passes that this process has fewer than another. FSDP2 gathers weights in every pass, so
+    processes with unlike numbers of segments would wait for each other for ever."""
+    if not isinstance(module, FSDPModule) or world_size() == 1:
+        return 0
+    most = torch.tensor(own, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most) - own
+
+
 def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor put together; others as they are. All processes must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
 import torch
@@ -28,12 +29,27 @@ class StoredStates(NamedTuple):
     states: Tensor  # [n, H]
 
 
+class PromisedStates(NamedTuple):
+    """States that are still on their way, so that several packed rows can be asked for at once."""
+
+    stored: StoredStates
+    parts: list[Future[None]]  # each fills its share of `stored`
+
+    def wait(self) -> StoredStates:
+        for part in self.parts:
+            part.result()
+        return self.stored
+
+
+Fetched = StoredStates | PromisedStates | None
+
+
 class FeatureSource(Protocol):
     """Two halves: `fetch` runs ahead of the step, in another thread; the call is in the step."""
 
-    def fetch(self, row: PackedRow) -> StoredStates | None: ...
+    def fetch(self, row: PackedRow) -> Fetched: ...
 
-    def __call__(self, row: PackedRow, fetched: StoredStates | None) -> Features: ...
+    def __call__(self, row: PackedRow, fetched: Fetched) -> Features: ...
 
 
 class OnlineFeatures:
@@ -50,7 +66,7 @@ class OnlineFeatures:
         return None
 
     @torch.no_grad()
-    def __call__(self, row: PackedRow, fetched: StoredStates | None = None) -> Features:
+    def __call__(self, row: PackedRow, fetched: Fetched = None) -> Features:
         fields = (row.token_ids, row.document, row.position)
         tokens, document, position = (x.to(self.device, non_blocking=True) for x in fields)
         slot = torch.arange(len(tokens), device=self.device, dtype=torch.int32)

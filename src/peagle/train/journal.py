@@ -5,22 +5,46 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from peagle.files import write_atomic
+from peagle.train.curves import CURVES, draw_curves
 
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+BOARD = "tensorboard"
+PLOTS = ("tensorboard", "matplotlib")
+
+Report = Callable[[str], None]
 
 
 class Journal:
-    def __init__(self, folder: Path, *, silent: bool = False) -> None:
-        self.folder, self.silent = folder, silent
+    """`from_step`: where the run goes on; what an earlier one wrote beyond it is forgotten."""
+
+    def __init__(
+        self,
+        folder: Path,
+        report: Report = logger.info,
+        *,
+        from_step: int = 0,
+        silent: bool = False,
+    ) -> None:
+        self.folder, self.report, self.silent = folder, report, silent
+        missing = [name for name in PLOTS if importlib.util.find_spec(name) is None]
+        self._draws = not silent and "matplotlib" not in missing
         self._board: Any = None
-        if not silent and importlib.util.find_spec("tensorboard") is not None:
+        if silent:
+            return
+        forget_after(folder, from_step)
+        if missing:
+            report(f"no plots: {' and '.join(missing)} missing (pip install 'peagle[plots]')")
+        if "tensorboard" not in missing:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(folder / "tensorboard"))
+            self._board = SummaryWriter(str(folder / BOARD), purge_step=from_step + 1)
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
         if self.silent:
@@ -28,21 +52,35 @@ class Journal:
         line = {"kind": kind, **record}
         with (self.folder / METRICS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        logger.info("%s", describe(line))
+        self.report(describe(line))
         if self._board is not None:
             for name, value in scalars(line).items():
                 self._board.add_scalar(name, value, line["step"])
+        if kind == "evaluate":
+            self._draw()
 
     def close(self) -> None:
         if self._board is not None:
             self._board.close()
-        if not self.silent and importlib.util.find_spec("matplotlib") is not None:
-            draw_curves(self.folder)
+        self._draw()
+
+    def _draw(self) -> None:
+        if self._draws:
+            draw_curves(read_metrics(self.folder), self.folder / CURVES)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    text = (folder / METRICS).read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+    """The lines of metrics.jsonl, less one that a kill cut short."""
+    path = folder / METRICS
+    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+    return [json.loads(line) for line in lines[:-1]]  # a whole line ends with a newline
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Steps that will be done again leave no second line, and half a line is removed."""
+    if (folder / METRICS).exists():
+        kept = [line for line in read_metrics(folder) if line["step"] <= step]
+        write_atomic(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def scalars(line: dict[str, Any]) -> dict[str, float]:
@@ -50,7 +88,14 @@ def scalars(line: dict[str, Any]) -> dict[str, float]:
     if line["kind"] == "evaluate":
         lengths = line["all"]["acceptance_length"]
         return {f"acceptance_length/K={k}": x for k, x in enumerate(lengths, start=1)}
-    names = ("loss", "gradient_norm", "learning_rate", "tokens_per_second", "waiting_share")
+    names = (
+        "loss",
+        "gradient_norm",
+        "learning_rate",
+        "tokens_per_second",
+        "waiting_share",
+        "num_cut",
+    )
     by_depth = {f"accuracy/depth={d}": x for d, x in enumerate(line["accuracy"])}
     return {f"train/{name}": line[name] for name in names} | by_depth
 
@@ -62,30 +107,7 @@ def describe(line: dict[str, Any]) -> str:
         return f"step {line['step']}: acceptance length by K {lengths}"
     accuracy = " ".join(f"{x:.2f}" for x in line["accuracy"])
     return (
-        f"step {line['step']} ({line['minutes']:.1f} min): loss {line['loss']:.4f}, "
-        f"by depth {accuracy}, {line['tokens_per_second']} tokens/s, "
-        f"waiting {line['waiting_share']:.1%}"
+        f"step {line['step']} ({line['done']:.0%}, {line['minutes']:.1f} min): "
+        f"loss {line['loss']:.4f}, by depth {accuracy}, "
+        f"{line['tokens_per_second']} tokens/s, waiting {line['waiting_share']:.1%}"
     )
-
-
-def draw_curves(folder: Path) -> None:
-    """RUN/curves.png: loss, accuracy by depth, acceptance length by K."""
-    from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
-
-    lines = read_metrics(folder)
-    train = [line for line in lines if line["kind"] == "train"]
-    evaluations = [line for line in lines if line["kind"] == "evaluate"]
-    figure = Figure(figsize=(15, 4), layout="constrained")
-    loss, accuracy, acceptance = figure.subplots(1, 3)
-    steps = [line["step"] for line in train]
-    loss.plot(steps, [line["loss"] for line in train])
-    for depth in range(len(train[0]["accuracy"]) if train else 0):
-        accuracy.plot(steps, [line["accuracy"][depth] for line in train], label=f"depth {depth}")
-    for line in evaluations:
-        lengths = line["all"]["acceptance_length"]
-        acceptance.plot(range(1, len(lengths) + 1), lengths, label=f"step {line['step']}")
-    for axes, title in ((loss, "loss"), (accuracy, "accuracy"), (acceptance, "acceptance length")):
-        axes.set(title=title, xlabel="K" if axes is acceptance else "step")
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=7)
-    figure.savefig(folder / "curves.png", dpi=120)

@@ -1,42 +1,46 @@
-"""The run: steps until the schedule ends, with logs, evaluations and checkpoints on the way.
-
-RUN/recipe.json provenance.json   what was run, where and from which commit
-RUN/metrics.jsonl curves.png      one line per log and per evaluation; TensorBoard beside it
-RUN/checkpoints/                  to resume from
-RUN/head/                         the best head so far, by acceptance length on held-out rows
-"""
+"""The run: steps until the schedule ends, with logs, evaluations and checkpoints on the way."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from pathlib import Path
 
-from peagle.checkpoints.heads import save_head
 from peagle.errors import TrainingError
-from peagle.provenance import provenance, write_json
 from peagle.train.batches import Prefetch
-from peagle.train.distributed import rank, total, whole_network
+from peagle.train.distributed import rank, total
 from peagle.train.evaluation import Evaluation
-from peagle.train.journal import Journal
+from peagle.train.journal import Journal, Report
 from peagle.train.objective import PlannedRow
 from peagle.train.optimizer import learning_rate_share
-from peagle.train.run_state import Progress, prune, restore_newest, save_state
+from peagle.train.run_folder import RunFolder
+from peagle.train.run_state import Progress
 from peagle.train.setup import Setup
 from peagle.train.trainer import Metrics
 
+logger = logging.getLogger(__name__)
+
+CUT_SHARE = 0.01  # of the elements: more than that are cut, and the user should know
+
 
 class Run:
-    def __init__(self, setup: Setup, *, resume: bool = False) -> None:
+    """`report` gets a line for the terminal at each log and each evaluation."""
+
+    def __init__(self, setup: Setup, *, resume: bool = False, report: Report = logger.info) -> None:
         self.setup, self.recipe = setup, setup.recipe
-        self.folder = Path(self.recipe.run.folder)
-        self.checkpoints = self.folder / "checkpoints"
-        self.progress = self._start(resume)
-        self.journal = Journal(self.folder, silent=rank() > 0)
+        self.folder = RunFolder(setup)
         self.total_steps = total_steps(setup)
+        self.progress = self.folder.start(resume=resume)
+        step = self.progress.step
+        with self.folder.writing():
+            self.journal = Journal(self.folder.path, report, from_step=step, silent=rank() > 0)
+        self._saved = self.progress if step else None
+        self._evaluated = -1  # step
         self._log_time = time.monotonic()
         self._waited = 0.0
+        self._done = 1.0  # share of the run
         self._first = True
+        self._warned = False
 
     def __call__(self) -> Progress:
         """Trains to the end of the schedule; -> where it stands then."""
@@ -47,16 +51,17 @@ class Run:
         prefetch = Prefetch(rows, recipe.data.prefetch, pin=pin)
         try:
             while (share := self._share()) < 1.0:
-                began = time.monotonic()
+                began, self._done = time.monotonic(), share
                 planned = self._next(prefetch, per_step)
                 rate = learning_rate_share(recipe.schedule, share)
                 setup.trainer.step(planned, recipe.optimizer.learning_rate * rate)
                 self._count_step(began)
                 self._after_step()
+            self._finish()
         finally:
             prefetch.close()
-        self._finish()
-        self.journal.close()
+            with self.folder.writing():
+                self.journal.close()
         return self.progress
 
     def _next(self, prefetch: Prefetch, count: int) -> list[PlannedRow]:
@@ -105,64 +110,57 @@ class Run:
             raise TrainingError(
                 f"the loss is {metrics.loss} and the gradient {metrics.gradient_norm} "
                 f"at step {self.progress.step}",
-                hint=f"resume from {self.checkpoints} with a lower optimizer.learning_rate",
+                hint=f"resume from {self.folder.checkpoints} with a lower optimizer.learning_rate",
             )
+        self._warn_of_cuts(metrics)
         record = metrics._asdict() | {
             "step": self.progress.step,
+            "done": round(min(self._done, 1.0), 4),
             "minutes": round(self.progress.seconds / 60, 3),
             "tokens_per_second": round(metrics.tokens / seconds),
             "waiting_share": round(waited / seconds, 4),
             "learning_rate": self.setup.trainer.optimizer.param_groups[0]["lr"],
         }
-        self.journal.write("train", record)
+        with self.folder.writing():
+            self.journal.write("train", record)
         return metrics
+
+    def _warn_of_cuts(self, metrics: Metrics) -> None:
+        """Once: the padded shapes were measured on a few rows, and later ones may draw more."""
+        if metrics.cut_share > CUT_SHARE and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%.1f %% of the drawn elements have no room in the padded rows and are not trained",
+                100 * metrics.cut_share,
+            )
 
     def evaluate(self) -> Evaluation | None:
         """Acceptance on held-out rows; a better head than any before replaces RUN/head."""
         if self.setup.evaluator is None:
-            self._save_head()
+            self.folder.save_head()
             return None
+        step = self._evaluated = self.progress.step
         result = self.setup.evaluator(self.setup.trainer.model)
         length = result.acceptance_length(self.recipe.head.num_speculative_tokens)
-        self.journal.write("evaluate", {"step": self.progress.step, **result.as_dict()})
-        if length > self.progress.best:
-            self.progress = self.progress._replace(best=length, best_step=self.progress.step)
-            self._save_head()
+        with self.folder.writing():
+            self.journal.write("evaluate", {"step": step, **result.as_dict()})
+        if length > self.progress.best or self.folder.lost_head():
+            self.progress = self.progress._replace(best=length, best_step=step)
+            self.folder.save_head()
         self._log_time = time.monotonic()
         return result
 
-    def _save_head(self) -> None:
-        network = whole_network(self.setup.network)
-        if rank() == 0:
-            save_head(network, self.folder / "head")
-
     def save(self) -> None:
-        trainer = self.setup.trainer
-        save_state(self.checkpoints, self.setup.network, trainer.optimizer, self.progress)
-        if rank() == 0:
-            prune(self.checkpoints, self.recipe.run.keep_checkpoints)
+        self.folder.save_state(self.progress)
+        self._saved = self.progress
         self._log_time = time.monotonic()
 
     def _finish(self) -> None:
         self._log()
-        self.evaluate()
-        self.save()
-
-    def _start(self, resume: bool) -> Progress:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        old = None
-        if resume:
-            trainer = self.setup.trainer
-            old = restore_newest(self.checkpoints, self.setup.network, trainer.optimizer)
-        elif any(self.checkpoints.glob("step-*")):
-            raise TrainingError(
-                f"{self.folder} already holds a run",
-                hint="continue it with --resume, or set run.folder to a new folder",
-            )
-        if rank() == 0:
-            write_json(self.folder / "recipe.json", self.recipe.as_dict())
-            write_json(self.folder / "provenance.json", provenance(probe_torch=True))
-        return old or Progress()
+        if self._evaluated != self.progress.step:
+            self.evaluate()
+        if self._saved != self.progress:
+            self.save()
 
 
 def total_steps(setup: Setup) -> int:

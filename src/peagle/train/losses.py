@@ -120,6 +120,7 @@ class _LinearLoss(torch.autograd.Function):
                 torch.mm(result.logits_gradient, table, out=gradient[part])
                 if table_gradient is not None:
                     table_gradient += result.logits_gradient.t() @ normed[part]
+                del result  # its gradient would lie beside the next chunk's logits
         ctx.save_for_backward(gradient, table_gradient)
         ctx.mark_non_differentiable(matches)
         return loss, matches

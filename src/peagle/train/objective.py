@@ -13,7 +13,7 @@ from peagle.models.eagle import EagleNetwork
 from peagle.models.masks import Elements
 from peagle.train.cod import draw_depths, supervised_runs
 from peagle.train.eagle3 import unroll
-from peagle.train.features import Features, StoredStates
+from peagle.train.features import Features, Fetched
 from peagle.train.p_eagle import charged_states
 from peagle.train.partition import Segment, balanced_boundaries, boundaries_under
 from peagle.train.segments import UNPADDED, Shapes, build_segments, pad_segment
@@ -26,7 +26,7 @@ class PlannedRow(NamedTuple):
     segments: list[Segment]
     weight: float  # sum of all charged weights: this row's part of the denominator
     num_cut: int  # elements dropped because the padded size was full
-    fetched: StoredStates | None = None
+    fetched: Fetched = None
 
 
 class Planner(abc.ABC):

@@ -42,13 +42,34 @@ class HeadSection:
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
     path: str = ""
-    features: str | None = None  # a folder of `peagle capture`; None: the target runs in process
+    more: tuple[str, ...] = ()  # further folders, such as sampled answers to the same prompts
+    # `vllm`, or a folder of `peagle capture`; None: the target runs in process
+    features: str | None = None
     tokens_per_row: int = 32768  # a packed row; longer documents are cut
     rows_per_step: int = 1  # gradient accumulation
     held_out_share: float = 0.02
     max_tokens: int | None = None  # use only so many tokens of the data
     skip_looping: bool = False
     prefetch: int = 4  # packed rows built ahead of the step
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmSection:
+    """For `data.features: vllm`: the target runs there and hands its hidden states over."""
+
+    endpoint: str | None = None  # a server that shares a file system with us; None: we start one
+    # Where states pass through: deleted when read. None: as the server says; for our own, memory
+    folder: str | None = None
+    command: str = "vllm serve"  # for our own server: what stands before the model's folder ...
+    args: tuple[str, ...] = ()  # ... and further flags, e.g. --tensor-parallel-size=8
+    devices: str | None = None  # ... its CUDA_VISIBLE_DEVICES
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    requests: int = 64  # documents in flight
+    start_minutes: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.requests < 1:
+            raise ConfigError(f"vllm.requests={self.requests} is out of range", hint="use >= 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +129,7 @@ class Recipe:
     target: TargetSection = field(default_factory=TargetSection)
     head: HeadSection = field(default_factory=HeadSection)
     data: DataSection = field(default_factory=DataSection)
+    vllm: VllmSection = field(default_factory=VllmSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     loss: LossSection = field(default_factory=LossSection)
@@ -122,10 +144,35 @@ class Recipe:
                 "the schedule needs exactly one of steps, epochs and minutes",
                 hint="for example schedule.epochs=3",
             )
+        self._check_counts()
         if not 0.0 < self.cod.retention <= 1.0:
             raise ConfigError(f"cod.retention={self.cod.retention} is out of range", hint="0..1")
+        if self.data.features == "vllm" and self.head.copy_target_layers:
+            raise ConfigError(
+                "head.copy_target_layers needs the target's layers, which vLLM keeps to itself",
+                hint="set it to false, or train without data.features: vllm",
+            )
+        if self.data.more and self.data.features not in (None, "vllm"):
+            raise ConfigError(
+                "data.more has no stored states: a folder of `peagle capture` holds one dataset",
+                hint="drop data.features or data.more",
+            )
         if not self.data.path:
             raise ConfigError("data.path is not set", hint="give a folder of `peagle prepare`")
+
+    def _check_counts(self) -> None:
+        """Numbers of things that a run cannot have none of."""
+        counts = {
+            "data": ("tokens_per_row", "rows_per_step", "prefetch"),
+            "loss": ("chunk_rows",),
+            "run": ("log_every", "checkpoint_every", "keep_checkpoints", "evaluate_tokens"),
+        }
+        for section, names in counts.items():
+            for name in names:
+                if getattr(getattr(self, section), name) < 1:
+                    raise ConfigError(f"{section}.{name} must be at least 1")
+        if self.run.partitions != "auto" and self.run.partitions < 1:
+            raise ConfigError("run.partitions must be at least 1", hint="or auto")
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -139,15 +186,29 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         options = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
         raise ConfigError(f"no recipe at {path}", hint="recipes/ holds examples") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(options, dict):
+        raise ConfigError(f"{path} is no recipe", hint="it should hold sections, as in recipes/")
     for override in overrides:
         name, equals, value = override.partition("=")
         section, dot, key = name.partition(".")
         if not (equals and dot):
             raise ConfigError(f"{override!r} is no override", hint="write section.key=value")
-        options.setdefault(section, {})[key] = yaml.safe_load(value)
+        values = options.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"section {section!r} of the recipe is not a mapping")
+        values[key] = _yaml_value(override, value)
     return recipe_from(options)
+
+
+def _yaml_value(override: str, value: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"{override!r} holds no YAML value", hint="quote it") from None
 
 
 def recipe_from(options: Mapping[str, Any]) -> Recipe:
@@ -160,6 +221,14 @@ def recipe_from(options: Mapping[str, Any]) -> Recipe:
             values = from_mapping(hints[name], _typed(hints[name], name, values), name)
         sections[name] = values
     return from_mapping(Recipe, sections, "the recipe")
+
+
+def vllm_section(pairs: Sequence[str]) -> VllmSection:
+    """From `key=value` alone, for a command without a recipe."""
+    import yaml
+
+    values = {key: yaml.safe_load(value) for key, _, value in (p.partition("=") for p in pairs)}
+    return from_mapping(VllmSection, _typed(VllmSection, "vllm", values), "vllm")
 
 
 def _typed(section: type, name: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 checkpoints/step-00000500/network.safetensors    fp32 master weights
                           optimizer.safetensors  moments, by parameter name
-                          state.json             step, seconds, metrics, SHA-256 of the others
+                          state.json             step, seconds, best, SHA-256 of the others
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from peagle.checkpoints.files import atomic_folder
+from peagle.errors import TrainingError
+from peagle.files import atomic_folder, remove_all_leftovers
 from peagle.train.distributed import like, rank, whole
 
 logger = logging.getLogger(__name__)
@@ -57,23 +58,26 @@ def restore_newest(
     folder: Path, network: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Progress | None:
     """Loads the newest checkpoint that is whole; None where there is none."""
+    if rank() == 0:
+        remove_all_leftovers(folder)
     for path in sorted(folder.glob("step-*"), reverse=True):
         state = _read_state(path)
         if state is None:
             logger.warning("checkpoint %s is damaged; trying the one before", path)
             continue
-        weights = load_file(path / NETWORK)
-        with torch.no_grad():
-            for name, weight in trained_weights(network).items():
-                weight.copy_(like(weights[name], weight))
+        _load_weights(network, load_file(path / NETWORK), path)
         _load_optimizer(network, optimizer, load_file(path / OPTIMIZER))
         return Progress(**state["progress"])
     return None
 
 
-def prune(folder: Path, keep: int) -> None:
-    for path in sorted(folder.glob("step-*"))[:-keep]:
-        shutil.rmtree(path)
+def prune(newest: Path, keep: int) -> None:
+    """Keeps the last checkpoints up to `newest`; one beyond it is damaged or of no use."""
+    paths = sorted(newest.parent.glob("step-*"))
+    kept = [path for path in paths if path <= newest][-keep:]
+    for path in paths:
+        if path not in kept:
+            shutil.rmtree(path)
 
 
 def trained_weights(network: nn.Module) -> dict[str, Tensor]:
@@ -86,6 +90,21 @@ def _optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> 
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{name}/{key}"] = value
     return tensors
+
+
+def _load_weights(network: nn.Module, stored: dict[str, Tensor], path: Path) -> None:
+    weights = trained_weights(network)
+    fits = weights.keys() == stored.keys() and all(
+        weight.shape == stored[name].shape for name, weight in weights.items()
+    )
+    if not fits:
+        raise TrainingError(
+            f"{path} was written with other head sizes than this recipe's",
+            hint="resume with the recipe in RUN/recipe.json, or set run.folder to a new folder",
+        )
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(like(stored[name], weight))
 
 
 def _load_optimizer(

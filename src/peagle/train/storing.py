@@ -8,6 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from peagle.checkpoints.layerless import decoder_sizes, load_layerless
 from peagle.checkpoints.references import load_config, resolve_model
 from peagle.checkpoints.targets import load_target
 from peagle.config import EngineConfig
@@ -18,6 +19,9 @@ from peagle.models.config import DecoderConfig
 from peagle.models.target import default_tap_layers
 from peagle.train.capture import capture, forecast_bytes
 from peagle.train.features import OnlineFeatures
+from peagle.train.recipe import VllmSection
+from peagle.train.vllm_features import VllmFeatures
+from peagle.train.vllm_source import Need, open_features
 
 
 @dataclass(frozen=True)
@@ -29,30 +33,33 @@ class Plan:
     num_rows: int
     num_tokens: int
     num_bytes: int
+    vllm: VllmSection | None  # None: the target runs in this process
 
 
 def forecast(
-    dataset: Dataset, model: str, config: EngineConfig, tap_layers: tuple[int, ...] | None
+    dataset: Dataset,
+    model: str,
+    config: EngineConfig,
+    tap_layers: tuple[int, ...] | None,
+    vllm: VllmSection | None = None,
 ) -> Plan:
     """Reads sizes alone: nothing is loaded and nothing written."""
     folder = resolve_model(model)
-    sizes = DecoderConfig.from_transformers(load_config(folder))
+    known = decoder_sizes if vllm else DecoderConfig.from_transformers
+    sizes = known(load_config(folder))
     taps = tap_layers or default_tap_layers(sizes.num_hidden_layers)
     if not all(0 <= layer <= sizes.num_hidden_layers for layer in taps):
         raise DataError(f"layers {list(taps)} are not all in 0..{sizes.num_hidden_layers}")
     num_tokens = int(dataset.lengths.sum())
     num_bytes = forecast_bytes(num_tokens, sizes.hidden_size, len(taps))
-    return Plan(model, folder, config, taps, len(dataset), num_tokens, num_bytes)
+    return Plan(model, folder, config, taps, len(dataset), num_tokens, num_bytes, vllm)
 
 
 def store(
     dataset: Dataset, plan: Plan, folder: Path, *, tokens_per_pass: int, max_disk: int | None
 ) -> Iterator[int]:
     """Yields the rows done so far, after each shard."""
-    device = choose_device(plan.config)
-    dtype = choose_dtype(plan.config, device)
-    target = load_target(plan.folder, dtype=dtype, device=device).requires_grad_(False)
-    source = OnlineFeatures(target, plan.tap_layers)
+    source = _source(plan, dataset, folder)
     longest = max(tokens_per_pass, int(dataset.lengths.max()))
     try:
         yield from capture(
@@ -63,3 +70,15 @@ def store(
             f"cannot write to {folder}: {error}",
             hint="states written before are safe: make room and give the same command again",
         ) from error
+
+
+def _source(plan: Plan, dataset: Dataset, folder: Path) -> OnlineFeatures | VllmFeatures:
+    device = choose_device(plan.config)
+    dtype = choose_dtype(plan.config, device)
+    load = load_layerless if plan.vllm else load_target
+    target = load(plan.folder, dtype=dtype, device=device).requires_grad_(False)
+    if plan.vllm is None:
+        return OnlineFeatures(target, plan.tap_layers)
+    longest = int(dataset.lengths.max())
+    need = Need(plan.model, target.config, plan.tap_layers, longest, dtype)
+    return open_features(plan.vllm, need, target, folder / "vllm.log")

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from peagle.train.distributed import add_up, exchange, total, whole, world_size
+from peagle.train.distributed import (
+    add_up,
+    exchange,
+    missing_passes,
+    total,
+    whole,
+    world_size,
+)
 from peagle.train.features import Features, FeatureSource
 from peagle.train.losses import ChunkedLoss, Tables, Truth
 from peagle.train.objective import DraftModel, PlannedRow
@@ -22,10 +29,15 @@ class Metrics(NamedTuple):
 
     steps: int
     tokens: int
-    charged: float
+    charged: float  # elements that the loss counts
+    num_cut: int  # elements that were drawn and had no room in the padded shapes
     loss: float
     gradient_norm: float
     accuracy: list[float]
+
+    @property
+    def cut_share(self) -> float:
+        return self.num_cut / max(self.num_cut + self.charged, 1.0)
 
 
 class Trainer:
@@ -54,19 +66,29 @@ class Trainer:
 
     def step(self, rows: Sequence[PlannedRow], learning_rate: float) -> None:
         denominator = max(total(sum(r.weight for r in rows), self.device), 1.0)
+        idle = self._idle_segments(rows)
         for planned in rows:
             features = self.source(planned.row, planned.fetched)
-            for segment in planned.segments:
+            before = idle if planned is rows[-1] else []
+            for segment in (*before, *planned.segments):
                 is_last = segment is rows[-1].segments[-1]
                 with exchange(self.module, now=is_last):
                     self._segment(segment.to(self.device), features, denominator)
             self._tokens += sum_of_documents(planned)
+            self._cut += planned.num_cut
         norm = whole(nn.utils.clip_grad_norm_(self._parameters(), self.max_grad_norm))
         set_learning_rate(self.optimizer, learning_rate)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._norm += norm.detach()
         self._steps += 1
+
+    def _idle_segments(self, rows: Sequence[PlannedRow]) -> list[Segment]:
+        """Passes that charge nothing, so that all processes have as many."""
+        own = sum(len(planned.segments) for planned in rows)
+        last = rows[-1].segments[-1]
+        nothing = last._replace(weights=torch.zeros_like(last.weights))
+        return [nothing] * missing_passes(self.module, own, self.device)
 
     def _segment(self, segment: Segment, features: Features, denominator: float) -> None:
         """Forward and backward of one segment; gradients add up over segments and rows."""
@@ -99,6 +121,7 @@ class Trainer:
             steps=self._steps,
             tokens=round(total(self._tokens, self.device)),
             charged=float(self._counted.sum()),
+            num_cut=round(total(self._cut, self.device)),
             loss=float(self.loss_sum) / steps,
             gradient_norm=float(self._norm) / steps,
             accuracy=[round(x, 4) for x in accuracy.tolist()],
@@ -114,6 +137,7 @@ class Trainer:
         self._matched = torch.zeros(len_depths, device=self.device)
         self._steps = 0
         self._tokens = 0
+        self._cut = 0
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -1,0 +1,70 @@
+"""A target without its layers: the embedding, the final norm and the output table.
+
+Enough to train a head where another process computes the hidden states; a target of 140 GB
+then costs a few. Mixtures of experts may be loaded so, for only their layers differ from ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peagle.checkpoints.files import iter_tensors
+from peagle.checkpoints.references import load_config
+from peagle.checkpoints.weights import load_weights
+from peagle.errors import ModelError
+from peagle.models.config import SUPPORTED_MODEL_TYPES, DecoderConfig, rope_parameters
+from peagle.models.target import TargetModel
+
+# Their embedding is not scaled and their final norm is plain RMSNorm.
+EXPERT_MODEL_TYPES = ("gpt_oss", "mixtral", "qwen3_moe")
+STORED = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+
+
+def load_layerless(folder: Path, *, dtype: torch.dtype, device: torch.device) -> TargetModel:
+    """A TargetModel with an empty `layers`: asking it for taps is an error."""
+    config = decoder_sizes(load_config(folder))
+    with torch.device("meta"):
+        target = TargetModel(config)
+        target.layers = nn.ModuleList()
+    target.rotary.to(device)
+    tensors = _stored(folder, config.tie_word_embeddings)
+    load_weights(target, tensors, error=ModelError, source=str(folder), dtype=dtype, device=device)
+    return target.eval()
+
+
+def decoder_sizes(config: Any) -> DecoderConfig:
+    """The sizes that a head takes from its target; of experts, those of one of them."""
+    if config.model_type in SUPPORTED_MODEL_TYPES:
+        return DecoderConfig.from_transformers(config)
+    if config.model_type not in EXPERT_MODEL_TYPES:
+        known = ", ".join((*SUPPORTED_MODEL_TYPES, *EXPERT_MODEL_TYPES))
+        raise ModelError(
+            f"the final norm of model type {config.model_type!r} is not known",
+            hint=f"known: {known}",
+        )
+    inverse_frequencies, rope_scale = rope_parameters(config)
+    return DecoderConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=config.rms_norm_eps,
+        inverse_frequencies=inverse_frequencies,
+        rope_scale=rope_scale,
+        tie_word_embeddings=config.tie_word_embeddings,
+    )
+
+
+def _stored(folder: Path, tied: bool) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in iter_tensors(folder):
+        if name in STORED and not (tied and name == "lm_head.weight"):
+            yield name.removeprefix("model."), tensor

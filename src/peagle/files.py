@@ -1,0 +1,131 @@
+"""Files and folders that are whole or not there, for whoever reads them at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import glob
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from peagle.locking import try_lock
+
+
+def write_atomic(path: Path, content: bytes | str) -> None:
+    """Writes a file so that readers see the old content or the new, through a crash too."""
+    data = content.encode() if isinstance(content, str) else content
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    """The same for a JSON document; makes the folder that it lies in."""
+    content = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, content)
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yields an empty temporary sibling that becomes `path` when the block ends without an error.
+
+    The block must write into that file and not put another in its place.
+    """
+    remove_leftovers(path)
+    temporary = _temporary_sibling(path)
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    try_lock(descriptor)  # held while we live: tells others that this is no leftover
+    try:
+        yield temporary
+        os.fsync(descriptor)
+        os.replace(temporary, path)
+    finally:
+        os.close(descriptor)
+        temporary.unlink(missing_ok=True)
+    _fsync(path.parent)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yields a temporary sibling that becomes `path` when the block ends without an error.
+
+    An older folder at `path` is replaced. No rename replaces a full folder, so a reader may for
+    a moment find none; it never finds a mixture.
+    """
+    remove_leftovers(path)
+    temporary = _temporary_sibling(path)
+    temporary.mkdir(parents=True)
+    descriptor = os.open(temporary, os.O_RDONLY)
+    try_lock(descriptor)
+    try:
+        yield temporary
+        for entry in (*temporary.rglob("*"), temporary):
+            _fsync(entry)
+        _replace_folder(temporary, path)
+        _fsync(path.parent)
+    finally:
+        os.close(descriptor)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_leftovers(path: Path, *, min_age: float = 60.0) -> None:
+    """Deletes temporary siblings of `path` whose writers are gone.
+
+    A writer locks its temporary only after making it, so a young one may be in use and not yet
+    locked. Who knows that nobody else writes `path` may give `min_age=0`.
+    """
+    _remove_abandoned(path.parent, glob.escape(path.name), min_age)
+
+
+def remove_all_leftovers(folder: Path) -> None:
+    """Deletes every temporary in `folder` whose writer is gone; nobody may be starting to write."""
+    _remove_abandoned(folder, "*", 0.0)
+
+
+def _remove_abandoned(folder: Path, names: str, min_age: float) -> None:
+    for leftover in folder.glob(f".{names}.*.tmp"):
+        with contextlib.suppress(OSError):  # somebody else deletes it, or it is not ours
+            if _is_abandoned(leftover, min_age):
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+
+def _temporary_sibling(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+
+
+def _replace_folder(new: Path, path: Path) -> None:
+    while True:
+        try:
+            new.rename(path)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        aside = _temporary_sibling(path)
+        with contextlib.suppress(FileNotFoundError):  # another writer was faster
+            path.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _is_abandoned(temporary: Path, min_age: float) -> bool:
+    descriptor = os.open(temporary, os.O_RDONLY)
+    try:
+        age = time.time() - os.fstat(descriptor).st_mtime
+        unlocked = try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+    return unlocked and age >= min_age
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,108 @@
+"""Features from a target that runs in vLLM: tensor parallel, on other GPUs, on another machine.
+
+vLLM hands over the residual stream after the tapped layers and after the last one; the final
+norm, the embedding and the output table are all that we hold of the target ourselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from peagle.data.packing import PackedRow
+from peagle.errors import DataError
+from peagle.models.target import TargetModel
+from peagle.train.features import Features, Fetched, PromisedStates, StoredStates
+from peagle.train.vllm_client import DocumentStates, StatesClient
+from peagle.train.workers import Workers
+
+PROBE_TOKENS = 8
+LARGEST_GAP = 0.02  # of the largest logit: what bf16 may lose; other states miss by far more
+
+
+class VllmFeatures:
+    """One request per document; as many in flight as there are workers, over all rows."""
+
+    def __init__(
+        self,
+        client: StatesClient,
+        target: TargetModel,  # its layers are not used
+        tap_layers: tuple[int, ...],
+        *,
+        num_requests: int,
+    ) -> None:
+        self.client, self.target, self.tap_layers = client, target, tap_layers
+        self.device = target.embed_tokens.weight.device
+        self._columns = [client.layer_ids.index(layer) for layer in tap_layers]
+        self._last = client.layer_ids.index(target.config.num_hidden_layers)
+        self.dtype = self._probe()
+        self._workers = Workers(num_requests, "vllm-states")
+        self.close = weakref.finalize(self, self._workers.close)
+        self.close.atexit = False  # daemons: nobody waits for an answer when the program ends
+
+    def fetch(self, row: PackedRow) -> PromisedStates:
+        """Returns at once: the next rows can be asked for while these states are on their way."""
+        size, length = self.target.config.hidden_size, len(row.token_ids)
+        taps = self._buffer(length, len(self._columns) * size)
+        stored = StoredStates(taps, self._buffer(length, size))
+        jobs = [functools.partial(self._fill, row, place, stored) for place in documents(row)]
+        return PromisedStates(stored, [self._workers.submit(job) for job in jobs])
+
+    @torch.no_grad()
+    def __call__(self, row: PackedRow, fetched: Fetched) -> Features:
+        assert isinstance(fetched, PromisedStates)
+        stored = fetched.wait()
+        dtype = self.target.embed_tokens.weight.dtype
+        tokens = row.token_ids.to(self.device, non_blocking=True)
+        taps = stored.taps.to(self.device, dtype, non_blocking=True)
+        states = stored.states.to(self.device, dtype, non_blocking=True)
+        return Features(tokens.roll(-1), taps, self.target.norm(states))
+
+    def _fill(self, row: PackedRow, place: slice, stored: StoredStates) -> None:
+        answer = self.client(row.token_ids[place])
+        self._check_size(answer)
+        stored.taps[place] = answer.hidden[:, self._columns].flatten(1)
+        stored.states[place] = answer.hidden[:, self._last]
+
+    def _buffer(self, length: int, width: int) -> Tensor:
+        """Zeros, for padding has no states; page-locked where a GPU will read it."""
+        on_gpu = self.device.type == "cuda"
+        return torch.zeros(length, width, dtype=self.dtype, pin_memory=on_gpu)
+
+    @torch.no_grad()
+    def _probe(self) -> torch.dtype:
+        """-> the server's dtype. Its choice after a few tokens must follow from our tables:
+        another checkpoint, norm or last layer would train without an error."""
+        tokens = torch.arange(min(PROBE_TOKENS, self.target.config.vocab_size))
+        answer = self.client(tokens)
+        self._check_size(answer)
+        last = answer.hidden[-1, self._last].to(self.target.embed_tokens.weight)
+        logits = self.target.logits(self.target.norm(last[None]))[0]
+        gap = float(logits.max() - logits[answer.next_token])
+        if gap > LARGEST_GAP * float(logits.abs().max()):
+            raise DataError(
+                "vLLM's choice of a token does not follow from its hidden states and our tables",
+                hint="it must serve the recipe's target.model itself",
+            )
+        return answer.hidden.dtype
+
+    def _check_size(self, answer: DocumentStates) -> None:
+        found, expected = answer.hidden.shape[-1], self.target.config.hidden_size
+        if found != expected:
+            raise DataError(
+                f"vLLM's hidden states are {found} wide, the target's are {expected}",
+                hint="it must serve the recipe's target.model itself",
+            )
+
+
+def documents(row: PackedRow) -> Iterator[slice]:
+    """The places of the row's documents, without padding."""
+    lengths = torch.bincount(row.document)[: len(row.indices)].tolist()
+    start = 0
+    for length in lengths:
+        yield slice(start, start + length)
+        start += length

@@ -1,0 +1,163 @@
+"""`peagle train`: from data to a head, forecasts, and one line for whatever is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from train.tiny_folder import write_head
+
+from peagle.data.dataset import Dataset, DatasetWriter, Row
+
+from .fakes import Shell
+
+
+@pytest.fixture
+def recipe(model: str, data: str, tmp_path: Path) -> Path:
+    """JSON is YAML."""
+    options: dict[str, Any] = {
+        "target": {"model": model},
+        "head": {
+            "num_hidden_layers": 2,
+            "max_speculative_tokens": 3,
+            "num_speculative_tokens": 2,
+        },
+        "data": {"path": data, "tokens_per_row": 96, "held_out_share": 0.2},
+        "loss": {"chunk_rows": 64},
+        "schedule": {"steps": 3},
+        "run": {"folder": str(tmp_path / "run"), "device": "cpu", "log_every": 1},
+    }
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(options))
+    return file
+
+
+def fails(command: Shell, recipe: Path, *overrides: str) -> str:
+    """The one line of the error; the second is a hint."""
+    assert command("train", str(recipe), *overrides) == 2
+    lines = command.err.splitlines()
+    assert len(lines) == 2, lines
+    assert lines[0].startswith("error: ")
+    assert lines[1].startswith("hint: ")
+    return command.err
+
+
+def test_a_run_shows_progress_and_ends_with_its_head(
+    command: Shell, recipe: Path, tmp_path: Path
+) -> None:
+    assert command("train", str(recipe)) == 0
+    assert command.json["head"] == str(tmp_path / "run" / "head")
+    assert command.json["step"] == 3
+    assert "step 1 (17%" in command.err
+    assert "tokens/s" in command.err
+    assert (tmp_path / "run" / "head" / "config.json").is_file()
+    assert command("train", str(recipe)) == 2
+    assert "already holds a run" in command.err
+    assert command("train", str(recipe), "schedule.steps=4", "--resume") == 0
+    assert command.json["step"] == 4
+
+
+def test_the_dry_run_computes_measures_and_leaves_no_trace(
+    command: Shell, recipe: Path, tmp_path: Path
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    assert command("train", str(recipe), "--dry-run", "run.device=auto") == 0
+    assert sorted(tmp_path.rglob("*")) == before
+    for part in ("target's weights", "AdamW's moments", "activations of", "loss of 64 rows"):
+        assert part in command.out
+    for part in ("computed", "measured", "minutes in steps", "tokens/s", "disk at most"):
+        assert part in command.out
+    memory = command.json["memory"]
+    assert memory["cuda"]["num_gpus"] == 1  # computed without a GPU at hand
+    assert memory["cuda"]["total_gib"] > 0
+    assert command.json["forecast_steps"] == 3
+
+
+def test_the_dry_run_computes_for_gpus_that_are_not_here(command: Shell, recipe: Path) -> None:
+    moments = {}
+    for gpus in ("1", "4"):
+        options = ("--gpus", gpus, "run.device=auto", "run.sharding=fsdp2")
+        assert command("train", str(recipe), "--dry-run", *options) == 0
+        moments[gpus] = command.json["memory"]["cuda"]["parts_bytes"]["AdamW's moments"]
+    assert moments["4"] == moments["1"] // 4
+    assert "each of 4 GPUs" in command.out
+
+
+def test_a_typo_names_the_nearest_key(command: Shell, recipe: Path) -> None:
+    message = fails(command, recipe, "optimizer.learning_rat=1e-4")
+    assert "unknown key 'learning_rat' in optimizer" in message
+    assert "did you mean 'learning_rate'?" in message
+    assert "did you mean 'schedule'?" in fails(command, recipe, "shedule.steps=3")
+
+
+def test_missing_data_is_named_before_the_target_is_loaded(
+    command: Shell, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("peagle.train.setup.load_target", never)
+    message = fails(command, recipe, "data.path=/nowhere/at/all")
+    assert "/nowhere/at/all is no prepared dataset" in message
+    assert "peagle prepare" in message
+
+
+def test_data_without_supervised_tokens_is_refused(
+    command: Shell, recipe: Path, data: str, tmp_path: Path
+) -> None:
+    rows, writer = Dataset(Path(data)), DatasetWriter(tmp_path / "unmasked", {"target": "tiny"})
+    for index in range(len(rows)):
+        tokens = rows[index].token_ids
+        writer.add(Row(f"row-{index}", tokens, [0] * len(tokens)))
+    writer.flush()
+    message = fails(command, recipe, f"data.path={tmp_path / 'unmasked'}")
+    assert "no token of" in message
+    assert "is supervised" in message
+    # Supervised tokens that the rows' length cuts off are as good as none.
+    assert "no token to learn from" in fails(command, recipe, "data.tokens_per_row=4")
+
+
+def test_data_of_another_tokenizer_is_refused(command: Shell, recipe: Path, tmp_path: Path) -> None:
+    writer = DatasetWriter(tmp_path / "foreign", {"target": "tiny"})
+    for index in range(8):
+        writer.add(Row(f"row-{index}", [5, 6, 99999, 7], [0, 1, 1, 1]))
+    writer.flush()
+    message = fails(command, recipe, f"data.path={tmp_path / 'foreign'}")
+    assert "has token 99999" in message
+
+
+def test_a_head_and_a_target_that_do_not_fit_are_refused(
+    command: Shell, recipe: Path, model: str, tmp_path: Path
+) -> None:
+    message = fails(command, recipe, "head.aux_hidden_state_layer_ids=[2, 3, 99]")
+    assert "layer ids [2, 3, 99] out of the target's" in message
+    other = write_head(tmp_path / "other", Path(model), target_hidden_size=64)
+    message = fails(command, recipe, f"head.start_from={other}")
+    assert "hidden size 64 but the target has" in message
+    narrow = write_head(tmp_path / "narrow", Path(model), draft_vocab_size=40)
+    message = fails(command, recipe, f"head.start_from={narrow}")
+    assert "draft_vocab_size 40, not" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.device=gpu", "run.device='gpu' is unknown"),
+        ("target.model=/missing/model", "/missing/model"),
+        ("head.start_from=/missing/head", "/missing/head"),
+        ("head.num_speculative_tokens=9", "num_speculative_tokens 9 is not within 1..3"),
+    ],
+)
+def test_other_mistakes_are_one_line(
+    override: str, message: str, command: Shell, recipe: Path
+) -> None:
+    assert command("train", str(recipe), override) == 2
+    assert message in command.err.splitlines()[0]
+
+
+def test_the_config_is_printed_whole(command: Shell, recipe: Path) -> None:
+    assert command("train", str(recipe), "--print-config", "run.seed=7") == 0
+    assert command.json["run"]["seed"] == 7
+    assert command.json["optimizer"]["max_grad_norm"] == 1.0
