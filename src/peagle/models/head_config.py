@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from peagle.errors import HeadError
 from peagle.models.config import DecoderConfig, rope_parameters
 
 HeadMethod = Literal["p-eagle", "eagle3"]
+
+
+class TargetSizes(Protocol):
+    """What a head must know of a target: our DecoderConfig has it, and so do transformers'."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +32,7 @@ class HeadConfig:
     method: HeadMethod
     target_model: str  # the reference it was trained for, for messages alone
     target_hidden_size: int
-    target_num_hidden_layers: int
+    target_num_hidden_layers: int | None  # None: a foreign layout does not say
     vocab_size: int  # the target's
     aux_hidden_state_layer_ids: tuple[int, ...]
     hidden_size: int
@@ -40,6 +51,10 @@ class HeadConfig:
     has_lm_head: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False  # EAGLE-3: the normed hidden state is fed back
+    norm_before_fc: bool = False  # one norm over the concatenated taps
+    fc_norm: bool = False  # one norm for each tap
+    attention_bias: bool = False  # q, k, v and o have biases
+    mlp_bias: bool = False
     mask_token_id: int | None = None  # where an exported table keeps the mask embedding
 
     def __post_init__(self) -> None:
@@ -53,8 +68,9 @@ class HeadConfig:
             "max_position_embeddings draft_vocab_size max_speculative_tokens"
         )
         for name in sizes.split():
-            if getattr(self, name) < 1:
-                raise HeadError(f"{name} {getattr(self, name)} is not positive")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise HeadError(f"{name} {value} is not positive")
         if self.num_attention_heads % self.num_key_value_heads:
             raise HeadError(
                 f"{self.num_attention_heads} attention heads cannot share "
@@ -105,9 +121,12 @@ class HeadConfig:
             rms_norm_eps=self.rms_norm_eps,
             inverse_frequencies=inverse_frequencies,
             rope_scale=rope_scale,
+            qkv_bias=self.attention_bias,
+            output_bias=self.attention_bias,
+            mlp_bias=self.mlp_bias,
         )
 
-    def check_fits(self, target: DecoderConfig) -> None:
+    def check_fits(self, target: TargetSizes) -> None:
         """Raises HeadError with every mismatch named, rather than drafting nonsense."""
         pairs = [
             ("hidden size", self.target_hidden_size, target.hidden_size),
@@ -115,7 +134,9 @@ class HeadConfig:
             ("number of layers", self.target_num_hidden_layers, target.num_hidden_layers),
         ]
         wrong = [
-            f"{name} {ours} but the target has {its}" for name, ours, its in pairs if ours != its
+            f"{name} {ours} but the target has {its}"
+            for name, ours, its in pairs
+            if ours is not None and ours != its
         ]
         if not wrong and not all(
             0 <= i <= target.num_hidden_layers for i in self.aux_hidden_state_layer_ids

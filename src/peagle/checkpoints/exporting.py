@@ -1,0 +1,160 @@
+"""A head -> a folder that vLLM or the speculators library loads as it is."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from peagle.checkpoints.builtin import BUILTIN_MODELS
+from peagle.checkpoints.exported_tensors import speculators_tensors, vllm_tensors
+from peagle.checkpoints.files import WEIGHTS
+from peagle.checkpoints.head_configs import as_head_errors, read_head_config
+from peagle.checkpoints.heads import resolve_head
+from peagle.checkpoints.importing import read_head_tensors, target_ids
+from peagle.checkpoints.layouts import CONFIG, ForeignLayout
+from peagle.checkpoints.mask_token import choose_mask_token
+from peagle.checkpoints.references import load_config, resolve_model
+from peagle.checkpoints.speculators_layout import wrap
+from peagle.checkpoints.target_tables import read_tables
+from peagle.checkpoints.vllm_layout import write_options
+from peagle.checkpoints.weights import load_weights
+from peagle.errors import HeadError
+from peagle.files import atomic_folder
+from peagle.models.eagle import EagleNetwork, SharedTables
+
+if TYPE_CHECKING:
+    from peagle.models.head_config import HeadConfig
+
+NUM_TAPS = 3  # hard-coded in older versions of vLLM
+
+
+def export_head(
+    reference: str,
+    target: str,
+    out: Path,
+    layout: ForeignLayout,
+    *,
+    mask_token_id: int | None = None,
+    force: bool = False,
+) -> None:
+    """Writes the head `reference` for the model `target` into the folder `out`, whole or not.
+
+    `mask_token_id` None: the id that the head names, else an id that text never has. `force`
+    replaces a head that lies in `out`.
+    """
+    _refuse_full_folder(out, force)
+    folder, target_folder = resolve_head(reference), resolve_model(target)
+    config = read_head_config(folder)
+    sizes = load_config(target_folder).get_text_config()
+    check_vllm_runs(config, sizes, layout)
+    tables = read_tables(target_folder, (config.vocab_size, config.target_hidden_size))
+    with as_head_errors():
+        tensors = read_head_tensors(folder, config, tables)
+    ids = target_ids(config, tensors.pop("d2t", None), folder)
+    _check_complete(config, tensors, folder)
+
+    mask = _mask_token(config, mask_token_id, target_folder, ids)
+    options = write_options(config, mask, _positions(config, sizes))
+    written = vllm_tensors(config, tensors, tables, ids, mask)
+    if layout == "speculators":
+        verifier = _verifier(target, target_folder, sizes)
+        options = wrap(options, config.method, config.num_speculative_tokens, verifier)
+        written |= speculators_tensors(config, written, ids)
+    _write(out, options, written)
+
+
+def check_vllm_runs(config: HeadConfig, target: Any, layout: ForeignLayout) -> None:
+    """Raises HeadError for a head that vLLM would refuse, or worse, run wrongly."""
+    config.check_fits(target)
+    taps = config.aux_hidden_state_layer_ids
+    if len(taps) != NUM_TAPS:
+        raise HeadError(f"vLLM runs heads with {NUM_TAPS} taps, this one reads {list(taps)}")
+    if list(taps) != sorted(set(taps)):
+        raise HeadError(
+            f"vLLM hands taps over in the order of the layers, each once; this head reads "
+            f"{list(taps)}",
+            hint="train it with increasing aux_hidden_state_layer_ids",
+        )
+    if layout == "speculators" and config.norm_before_fc and config.fc_norm:
+        raise HeadError("the speculators layout has norm_before_fc or fc_norm, not both")
+
+
+def _refuse_full_folder(out: Path, force: bool) -> None:
+    if not os.path.exists(out):
+        return
+    if not out.is_dir():
+        raise HeadError(f"{out} is a file", hint="name a folder that does not exist yet")
+    if not any(out.iterdir()) or (force and (out / CONFIG).is_file()):
+        return
+    hint = f"only a folder with {CONFIG} is replaced" if force else "name another, or add --force"
+    raise HeadError(f"{out} is not empty", hint=hint)
+
+
+def _check_complete(config: HeadConfig, tensors: dict[str, Tensor], folder: Path) -> None:
+    """The checks of loading, on the meta device: nothing is copied."""
+    meta = torch.device("meta")
+    with meta:
+        rows, size = config.vocab_size, config.hidden_size
+        shared = SharedTables(nn.Embedding(rows, size), nn.Linear(size, rows, bias=False))
+        network = EagleNetwork(config, shared)
+    load_weights(
+        network,
+        tensors.items(),
+        error=HeadError,
+        source=str(folder),
+        dtype=torch.float32,
+        device=meta,
+    )
+
+
+def _mask_token(
+    config: HeadConfig, asked: int | None, target_folder: Path, ids: Tensor
+) -> int | None:
+    if config.method != "p-eagle":
+        if asked is not None:
+            raise HeadError("an EAGLE-3 head has no mask", hint="drop --mask-token-id")
+        return None
+    if asked is None and config.mask_token_id is None:
+        drafted = set(ids.tolist()) if config.reduced_vocabulary else set()
+        return choose_mask_token(target_folder, config.vocab_size, drafted)
+    chosen = config.mask_token_id if asked is None else asked
+    assert chosen is not None
+    if not 0 <= chosen < config.vocab_size:
+        raise HeadError(f"the mask id {chosen} is not below the vocabulary of {config.vocab_size}")
+    return chosen
+
+
+def _positions(config: HeadConfig, target: Any) -> int:
+    """At least the target's context: vLLM drafts nothing beyond the head's, and does not say so."""
+    ours, rope = config.max_position_embeddings, config.rope_parameters
+    if rope.get("rope_type") == "yarn" and "original_max_position_embeddings" not in rope:
+        return ours  # its frequencies follow from this number
+    return max(ours, int(target.max_position_embeddings))
+
+
+def _verifier(target: str, folder: Path, sizes: Any) -> dict[str, Any]:
+    """A name that vLLM can resolve too: the hub's, or a full path."""
+    is_local = target in BUILTIN_MODELS or os.path.isdir(Path(target).expanduser())
+    name = str(folder.resolve()) if is_local else target
+    return {"name_or_path": name, "architectures": list(sizes.architectures or ())}
+
+
+def _write(out: Path, options: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    floats = (tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
+    widest = str(functools.reduce(torch.promote_types, floats)).removeprefix("torch.")
+    options = {**options, "torch_dtype": widest}
+    with atomic_folder(out) as temporary:
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, temporary / WEIGHTS, metadata={"format": "pt"})
+        text = json.dumps(options, indent=2) + "\n"
+        (temporary / CONFIG).write_text(text, encoding="utf-8")
+        shutil.copymode(temporary / CONFIG, temporary / WEIGHTS)  # others may read it too

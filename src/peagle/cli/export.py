@@ -1,0 +1,46 @@
+"""`peagle export`: a head in the layout that vLLM or the speculators library reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from peagle.cli import render
+from peagle.cli.options import Json
+from peagle.errors import ConfigError
+
+
+def export(
+    head: Annotated[str, typer.Argument(metavar="HEAD", help="A folder, an id or a name.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    to: Annotated[
+        Literal["vllm", "speculators"],
+        typer.Option(help="vLLM's raw layout, or one that `vllm serve OUT` alone runs."),
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="The target; default: the one that the head names.")
+    ] = None,
+    mask_token_id: Annotated[
+        int | None,
+        typer.Option(help="Row of the mask embedding; default: an id that text never has."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a head in OUT.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write HEAD as a folder that vLLM loads unchanged."""
+    from peagle.checkpoints.exporting import export_head
+    from peagle.checkpoints.heads import read_head_config, resolve_head
+    from peagle.checkpoints.vllm_reading import UNNAMED_TARGET
+
+    target = model or read_head_config(resolve_head(head)).target_model
+    if target == UNNAMED_TARGET:
+        raise ConfigError(f"{head} does not say which target it is for", hint="add --model MODEL")
+    export_head(head, target, out, to, mask_token_id=mask_token_id, force=force)
+    config = read_head_config(out)
+    mask = "" if config.mask_token_id is None else f", mask token {config.mask_token_id}"
+    render.note(f"{out}: {config.method} head for {target} in the {to} layout{mask}")
+    if as_json:
+        document = {"path": str(out), "layout": to, "method": config.method, "target": target}
+        render.print_json({**document, "mask_token_id": config.mask_token_id})
