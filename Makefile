@@ -1,16 +1,20 @@
 # A fresh machine needs Python 3.11+ and make; every target sets up .venv when it has to.
 #   make demo               the built-in target, plain and with each drafter; same output or exit 1
 #   make test               all tests that this machine can run
+#   make test-vllm          the tests that need vLLM, with its CPU build in .venv-vllm
 #   make check              ruff, ruff format, mypy --strict
-#   make clean              removes .venv and caches of the tools
+#   make clean              removes both environments and caches of the tools
 # PYTHON=python3.12 chooses the interpreter, ARGS="..." goes on to the command.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo test check clean
+.PHONY: demo test test-vllm check clean
 
 demo: $(STAMP)
 	$(BIN)/peagle demo $(ARGS)
@@ -18,13 +22,16 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_BIN)/python -m pytest tests/vllm $(ARGS)
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last, so an interrupted install is done again.
@@ -34,4 +41,12 @@ $(STAMP): pyproject.toml constraints.txt
 	    echo "hint: make PYTHON=/path/to/python3.12" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+# torch first and with its own needs, so that a CUDA build works as well; nothing else is resolved.
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet -c constraints-vllm.txt torch
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps -r constraints-vllm.txt
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps -e .
 	touch $@

@@ -41,3 +41,7 @@ class ConfigError(PeagleError):
 
 class RequestError(PeagleError):
     """One request cannot be served; its neighbours are not affected."""
+
+
+class BackendError(PeagleError):
+    """The engine behind a backend is missing, too old, or has failed."""

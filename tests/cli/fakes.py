@@ -43,7 +43,8 @@ class FakeLLM:
     interrupt_at: int | None = None  # Ctrl-C arrives before this chunk of a stream
     requests: list[str] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
-    num_closed: int = 0
+    num_closed: int = 0  # streams
+    closed: bool = False
 
     @property
     def model_path(self) -> Path:
@@ -74,6 +75,9 @@ class FakeLLM:
 
     def chat(self, messages: list[dict[str, str]], params: SamplingParams) -> list[RequestOutput]:
         return self.generate([messages], params)
+
+    def close(self) -> None:
+        self.closed = True
 
     def stream(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:
         self.check_request(prompt, params)

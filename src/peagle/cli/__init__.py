@@ -6,5 +6,6 @@ options      sampling, engine and drafter flags -> SamplingParams, EngineConfig,
 prompt_files prompts from the command line, text and jsonl files; bad lines named, others kept
 render       tables, the stats line and error lines
 answer_flags flags of the verbs that let a target answer prompts
-generate, chat, demo, prepare, capture, evaluate, doctor, heads, env   the verbs
+vllm_flags   vLLM's engine options
+generate, chat, demo, prepare, capture, evaluate, serve, doctor, heads, env   the verbs
 """

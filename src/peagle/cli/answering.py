@@ -14,7 +14,7 @@ from peagle.sampling_params import SamplingParams
 from peagle.speculation.statistics import SpecDecodeStats
 
 if TYPE_CHECKING:
-    from peagle.engine.llm import LLM
+    from peagle.backends.contract import Backend
     from peagle.outputs import CompletionOutput, Logprob, RequestOutput
 
 LOWEST_LOGPROB = -9999.0  # for -inf, which JSON has no word for; vLLM writes the same
@@ -57,7 +57,12 @@ class Run:
 
 
 def prepare(
-    llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, *, system: str | None, raw: bool
+    llm: Backend,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    system: str | None,
+    raw: bool,
 ) -> tuple[list[Job], list[Failure]]:
     """Sets aside what the engine would refuse, so that one bad prompt costs the others nothing."""
     jobs: list[Job] = []
@@ -72,13 +77,13 @@ def prepare(
     return jobs, failures
 
 
-def answer_all(llm: LLM, jobs: Sequence[Job], params: SamplingParams) -> Run:
+def answer_all(llm: Backend, jobs: Sequence[Job], params: SamplingParams) -> Run:
     start = time.perf_counter()
     results = llm.generate([job.request for job in jobs], params) if jobs else []
     return Run([job.prompt for job in jobs], results, time.perf_counter() - start)
 
 
-def answer_streaming(llm: LLM, job: Job, params: SamplingParams) -> Run:
+def answer_streaming(llm: Backend, job: Job, params: SamplingParams) -> Run:
     """One prompt, its text to stdout as it comes."""
     start = time.perf_counter()
     written, result = 0, None
@@ -90,7 +95,7 @@ def answer_streaming(llm: LLM, job: Job, params: SamplingParams) -> Run:
     return Run([job.prompt], [result] if result else [], time.perf_counter() - start)
 
 
-def document(llm: LLM, run: Run, failures: Sequence[Failure]) -> dict[str, Any]:
+def document(llm: Backend, run: Run, failures: Sequence[Failure]) -> dict[str, Any]:
     """The run as JSON."""
     return {
         "model": str(llm.model_path),
@@ -134,7 +139,9 @@ def _logprob(entry: Logprob) -> dict[str, Any]:
     return entry._asdict() | {"logprob": max(entry.logprob, LOWEST_LOGPROB)}
 
 
-def _request(llm: LLM, prompt: Prompt, *, system: str | None, raw: bool) -> str | dict[str, Any]:
+def _request(
+    llm: Backend, prompt: Prompt, *, system: str | None, raw: bool
+) -> str | dict[str, Any]:
     if raw or not llm.get_tokenizer().chat_template:
         if system is None and isinstance(prompt.content, str):
             return prompt.content

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -32,6 +32,16 @@ def capture(
     max_length: Annotated[
         int | None, typer.Option(help="Cut longer rows, as data.tokens_per_row will.")
     ] = None,
+    backend: Annotated[
+        Literal["embedded", "vllm"], typer.Option(help="Where the target runs.")
+    ] = "embedded",
+    vllm: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --backend vllm: a key of a recipe's vllm section; repeatable.",
+            metavar="KEY=VALUE",
+        ),
+    ] = None,
     forecast_only: Annotated[
         bool, typer.Option("--forecast", help="Say what it would take and exit.")
     ] = False,
@@ -40,10 +50,14 @@ def capture(
     """Write the hidden states that a head reads; training then needs no pass of the target."""
     limit = None if max_disk is None else parse_size(max_disk)
     from peagle.data.dataset import Dataset
+    from peagle.train.recipe import vllm_section
     from peagle.train.storing import forecast, store
 
+    if vllm and backend != "vllm":
+        raise ConfigError("--vllm has no effect on the embedded engine", hint="add --backend vllm")
+    section = vllm_section(vllm or []) if backend == "vllm" else None
     opened = Dataset(dataset, max_length)
-    plan = forecast(opened, model, engine.config(), _layer_ids(layer_ids))
+    plan = forecast(opened, model, engine.config(), _layer_ids(layer_ids), section)
     render.note(f"{plan.num_rows} rows, {plan.num_tokens} tokens: {plan.num_bytes / 2**30:.2f} GiB")
     if not forecast_only:
         for done in store(opened, plan, out, tokens_per_pass=TOKENS_PER_PASS, max_disk=limit):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from typing import Annotated
 
 import typer
 
 from peagle.cli import answering, options, render
 from peagle.cli.answering import Run
+from peagle.cli.backend_flags import BackendFlags
 from peagle.cli.flags import expand_flags
 from peagle.cli.options import DrafterFlags, EngineFlags, Json, Model, SamplingFlags, System
 from peagle.cli.prompt_files import Failure, read_prompts
@@ -22,6 +24,7 @@ def generate(
     sampling: SamplingFlags,
     drafter: DrafterFlags,
     engine: EngineFlags,
+    backend: BackendFlags,
     prompts: Annotated[
         list[str] | None, typer.Argument(help="One prompt each, in quotes.", metavar="PROMPT")
     ] = None,
@@ -43,19 +46,21 @@ def generate(
     _refuse_contradictions(raw, system, logprobs, as_json)
     params = sampling.params(n=n, logprobs=logprobs)
     engine_config, drafter_config = engine.config(), drafter.config()
+    vllm = backend.vllm_options(engine)
     good, failures = read_prompts(prompts or [], prompts_file)
     _report(failures)
 
     # 2. What the engine would refuse is set aside, the rest is answered.
     if good:
-        llm = options.build_llm(model, engine_config, drafter_config)
-        jobs, refused = answering.prepare(llm, good, params, system=system, raw=raw)
-        _report(refused)
+        llm = options.build_backend(model, engine_config, drafter_config, vllm)
         streaming = len(good) == n == 1 and not as_json and sys.stdout.isatty()
-        if jobs and streaming:
-            run = answering.answer_streaming(llm, jobs[0], params)
-        else:
-            run = answering.answer_all(llm, jobs, params)
+        with closing(llm):
+            jobs, refused = answering.prepare(llm, good, params, system=system, raw=raw)
+            _report(refused)
+            if jobs and streaming:
+                run = answering.answer_streaming(llm, jobs[0], params)
+            else:
+                run = answering.answer_all(llm, jobs, params)
         _report(run.failures)
         failures = [*failures, *refused, *run.failures]
 

@@ -1,15 +1,18 @@
-"""`peagle heads`: the heads that ship with the package."""
+"""`peagle heads`: the heads that ship with the package, and those that others released."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from peagle.cli import options, render
 from peagle.cli.options import Json
 
 COLUMNS = ("head", "method", "target", "K", "folder")
+RELEASED_COLUMNS = ("model", "head", "K")
 
 
 def heads(as_json: Json = False) -> None:
-    """List the heads that ship with peagle."""
+    """List the heads that ship with peagle, and released ones that vLLM serves by name."""
     rows = [
         (head.name, head.method, head.target, head.num_speculative_tokens, str(head.path))
         for head in options.shipped_heads()
@@ -17,7 +20,22 @@ def heads(as_json: Json = False) -> None:
     if as_json:
         keys = ("name", "method", "target", "num_speculative_tokens", "path")
         render.print_json([dict(zip(keys, row, strict=True)) for row in rows])
-    elif rows:
-        render.print_table("Shipped heads", COLUMNS, [[str(v) for v in row] for row in rows])
+        return
+    if rows:
+        _print("Shipped heads", COLUMNS, rows)
     else:
         render.note("no heads ship with this version; --spec-method ngram needs none")
+    _print("Released: peagle serve MODEL --backend vllm", RELEASED_COLUMNS, _released())
+
+
+def _released() -> list[tuple[str, str, int]]:
+    from peagle.backends.released import released_models
+
+    return [
+        (m.name, m.head if m.confirmed else f"{m.head} (not confirmed)", m.num_speculative_tokens)
+        for m in released_models().values()
+    ]
+
+
+def _print(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    render.print_table(title, columns, [[str(value) for value in row] for row in rows])

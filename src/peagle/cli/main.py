@@ -11,7 +11,20 @@ import typer
 from typer.exceptions import TyperException
 
 import peagle
-from peagle.cli import capture, chat, demo, doctor, env, evaluate, generate, heads, prepare, train
+from peagle.cli import (
+    capture,
+    chat,
+    demo,
+    doctor,
+    env,
+    evaluate,
+    export,
+    generate,
+    heads,
+    prepare,
+    serve,
+    train,
+)
 from peagle.cli.render import print_error
 from peagle.errors import PeagleError
 from peagle.log import setup_logging
@@ -32,6 +45,8 @@ app.command("prepare")(prepare.prepare)
 app.command("capture")(capture.capture)
 app.command("train")(train.train)
 app.command("evaluate")(evaluate.evaluate)
+app.command("serve")(serve.serve)
+app.command("export")(export.export)
 app.command("doctor")(doctor.doctor)
 app.command("heads")(heads.heads)
 app.command("env")(env.env)

@@ -16,6 +16,8 @@ from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from peagle.backends.contract import Backend
+    from peagle.backends.vllm_options import VllmOptions
     from peagle.checkpoints.heads import HeadInfo
     from peagle.engine.llm import LLM
 
@@ -113,13 +115,17 @@ class EngineFlags:
     max_num_batched_tokens: Annotated[int, _engine("Tokens per step.")] = (
         EngineConfig.max_num_batched_tokens
     )
-    block_size: Annotated[int, _engine("Tokens per KV block.")] = EngineConfig.block_size
-    kv_cache_memory_bytes: Annotated[int, _engine("Most memory for the KV cache.")] = (
-        EngineConfig.kv_cache_memory_bytes
-    )
+    block_size: Annotated[
+        int | None, _engine(f"Tokens per KV block; embedded: {EngineConfig.block_size}.")
+    ] = None
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        _engine(f"KV cache; embedded: at most {EngineConfig.kv_cache_memory_bytes}."),
+    ] = None
 
     def config(self) -> EngineConfig:
-        return EngineConfig(**asdict(self))
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return EngineConfig(**given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,10 +173,24 @@ class DrafterFlags:
 
 
 def build_llm(model: str, engine: EngineConfig, drafter: SpeculativeConfig | None) -> LLM:
-    """The one place where a verb gets an engine; tests put a fake one here."""
+    """The one place where a verb gets the embedded engine; tests put a fake one here."""
     from peagle.engine.llm import LLM
 
     return LLM(model, speculative_config=drafter, **asdict(engine))
+
+
+def build_backend(
+    model: str,
+    engine: EngineConfig,
+    drafter: SpeculativeConfig | None,
+    vllm: VllmOptions | None,
+) -> Backend:
+    """The embedded engine, or vLLM where its options are given."""
+    if vllm is None:
+        return build_llm(model, engine, drafter)
+    from peagle.backends.vllm_backend import VllmBackend
+
+    return VllmBackend(model, engine, drafter, vllm)
 
 
 def shipped_heads() -> list[HeadInfo]:

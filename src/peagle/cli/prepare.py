@@ -12,11 +12,13 @@ import typer
 
 from peagle.cli import options, render
 from peagle.cli.answer_flags import AnswerFlags, Limit, Split
+from peagle.cli.backend_flags import BackendFlags
 from peagle.cli.flags import expand_flags
 from peagle.cli.options import DrafterFlags, EngineFlags, Json
 from peagle.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from peagle.backends.vllm_options import VllmOptions
     from peagle.train.answers import AnswerSource
     from peagle.train.making import Making
     from peagle.train.prepare import Progress
@@ -31,6 +33,7 @@ def prepare(
     answers: AnswerFlags,
     drafter: DrafterFlags,
     engine: EngineFlags,
+    backend: BackendFlags,
     model: Annotated[
         str, typer.Option(help="The target: a folder, a Hugging Face id or smollm2-135m.")
     ],
@@ -73,8 +76,9 @@ def prepare(
         model,
         max_tokens,
         cut_loops=cut_loops if cut_loops >= 0 else None,
-        answers_from=f"endpoint {endpoint_model or model}" if endpoint else "",
+        answers_from=_answers_from(backend, endpoint, endpoint_model or model),
     )
+    vllm = backend.vllm_options(engine)
     found = read_prompts(prompts, split=split, limit=limit)
     tokenizer = load_tokenizer(resolve_model(model))
     rules = making.rules(tokenizer)
@@ -82,7 +86,9 @@ def prepare(
         writer = DatasetWriter(out, making.record(tokenizer), rows_per_shard=ALL_ROWS)
 
     # 2. Answers, from here or from there.
-    if endpoint is None:
+    if endpoint is None and vllm is not None:
+        source = _vllm(model, engine, drafter, making, vllm)
+    elif endpoint is None:
         source = _embedded(model, engine, drafter, making)
     else:
         key = _key(endpoint_key_env)
@@ -143,6 +149,26 @@ def _embedded(
 
     llm = options.build_llm(model, engine.config(), drafter.config())
     return EmbeddedAnswers(llm.engine, making.params)
+
+
+def _vllm(
+    model: str, engine: EngineFlags, drafter: DrafterFlags, making: Making, options: VllmOptions
+) -> AnswerSource:
+    from peagle.backends.vllm_backend import VllmBackend
+    from peagle.train.answers import VllmAnswers
+
+    backend = VllmBackend(model, engine.config(), drafter.config(), options)
+    return VllmAnswers(backend, making.params)
+
+
+def _answers_from(backend: BackendFlags, endpoint: str | None, name: str) -> str:
+    if endpoint is None:
+        return "" if backend.backend == "embedded" else backend.backend
+    if backend.backend != "embedded":
+        raise ConfigError(
+            f"--endpoint and --backend {backend.backend} were both given", hint="use one of the two"
+        )
+    return f"endpoint {name}"
 
 
 def _endpoint(

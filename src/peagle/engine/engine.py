@@ -13,6 +13,7 @@ import torch
 from peagle.config import EngineConfig, Verification
 from peagle.engine.blocks import BlockAllocator
 from peagle.engine.kv_cache import slot_bytes
+from peagle.engine.prompts import check_tokens
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.engine.runner import Runner, TargetRows, target_layout
 from peagle.engine.sampler import Committed, Judged, verify
@@ -222,21 +223,12 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        vocab_size = self.target.config.vocab_size
-        if not prompt_token_ids:
-            raise RequestError("the prompt is empty", hint="give at least one token")
-        if len(prompt_token_ids) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt_token_ids)} tokens, the context {self.max_model_len}",
-                hint="shorten the prompt, or raise max_model_len if the model allows",
-            )
-        named = [*prompt_token_ids, *params.logit_bias, *params.stop_token_ids]
-        wrong = next((t for t in named if not 0 <= t < vocab_size), None)
-        if wrong is not None:
-            raise RequestError(
-                f"token id {wrong} is not in the vocabulary of {vocab_size}",
-                hint="was the text tokenized for another model?",
-            )
+        check_tokens(
+            prompt_token_ids,
+            params,
+            max_model_len=self.max_model_len,
+            vocab_size=self.target.config.vocab_size,
+        )
         self._num_speculative_tokens(params)
 
     def _num_speculative_tokens(self, params: SamplingParams) -> int:

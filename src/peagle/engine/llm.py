@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from jinja2 import TemplateError
+from typing import Any
 
 from peagle.checkpoints.references import load_tokenizer, resolve_model
 from peagle.checkpoints.targets import eos_token_ids, load_target
@@ -15,18 +13,16 @@ from peagle.config import EngineConfig, SpeculativeConfig, from_mapping
 from peagle.engine.answers import PromptAnswers, open_answers
 from peagle.engine.engine import Engine
 from peagle.engine.loading import choose_device, choose_dtype, load_speculation
-from peagle.errors import RequestError
+from peagle.engine.prompts import (
+    Message,
+    Prompt,
+    PromptReader,
+    TokenizedPrompt,
+    params_for,
+)
 from peagle.outputs import RequestOutput
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.statistics import SpecDecodeStats
-
-Prompt = str | Mapping[str, Any]  # text, or {"prompt_token_ids": [...]} or {"prompt": text}
-Message = Mapping[str, Any]  # {"role": ..., "content": ...}
-
-
-class _TokenizedPrompt(NamedTuple):
-    text: str | None
-    token_ids: list[int]
 
 
 class LLM:
@@ -48,6 +44,7 @@ class LLM:
         device = choose_device(config)
         self.model_path: Path = resolve_model(model, revision=revision)
         self._tokenizer = load_tokenizer(self.model_path)
+        self._prompts = PromptReader(self._tokenizer)
         target = load_target(self.model_path, dtype=choose_dtype(config, device), device=device)
         self.engine = Engine(
             target,
@@ -66,8 +63,8 @@ class LLM:
         """Answers all prompts, in their order. Raises RequestError before any work if one of
         them can never be served; see `check_request`."""
         given = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        params = _params_for(given, sampling_params)
-        pairs = [(self._tokens(prompt), p) for prompt, p in zip(given, params, strict=True)]
+        params = params_for(given, sampling_params)
+        pairs = [(self._prompts.read(prompt), p) for prompt, p in zip(given, params, strict=True)]
         for prompt, p in pairs:
             self.engine.check_request(prompt.token_ids, p)
         opened: list[PromptAnswers] = []
@@ -105,9 +102,8 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         """Yields the growing output of one prompt or conversation after each step that adds to
         it. Streams may be read side by side; closing one cancels its request."""
-        rendered = prompt if isinstance(prompt, str | Mapping) else self.render_chat(prompt)
         params = sampling_params or SamplingParams()
-        tokens = self._tokens(rendered)
+        tokens = self._prompts.read(prompt)
         self.engine.check_request(tokens.token_ids, params)
         return self._follow(tokens, params)
 
@@ -119,32 +115,17 @@ class LLM:
         kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """A conversation as a prompt of token ids, ready for an answer."""
-        if chat_template is None and not self._tokenizer.chat_template:
-            raise RequestError(
-                "this model has no chat template", hint="use generate with a plain prompt"
-            )
-        options: dict[str, Any] = dict(kwargs or {})
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(m) for m in messages],
-                chat_template=chat_template,
-                tokenize=False,
-                add_generation_prompt=True,
-                **options,
-            )
-        except (TemplateError, TypeError) as error:
-            raise RequestError(
-                f"the chat template refuses the messages: {error}", hint="check roles and contents"
-            ) from error
-        # The template writes its own special tokens; the tokenizer must not add them again.
-        return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False)}
+        return self._prompts.render_chat(messages, chat_template=chat_template, kwargs=kwargs)
 
     def check_request(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
         """Raises RequestError if this prompt could not be served with these parameters."""
-        self.engine.check_request(self._tokens(prompt).token_ids, sampling_params)
+        self.engine.check_request(self._prompts.read(prompt).token_ids, sampling_params)
 
     def get_tokenizer(self) -> Any:
         return self._tokenizer
+
+    def close(self) -> None:
+        """Nothing to end here: the engine lives in this process. Other backends start some."""
 
     @property
     def stats(self) -> SpecDecodeStats:
@@ -161,7 +142,7 @@ class LLM:
         speculation = self.engine.speculation
         return speculation.num_speculative_tokens if speculation else 0
 
-    def _open(self, prompt: _TokenizedPrompt, params: SamplingParams) -> PromptAnswers:
+    def _open(self, prompt: TokenizedPrompt, params: SamplingParams) -> PromptAnswers:
         request_id = str(next(self._counter))
         answers = open_answers(self.engine, self._tokenizer, request_id, *prompt, params)
         for answer in answers.answers:
@@ -178,7 +159,7 @@ class LLM:
             self._active[new.request.request_id].take(new, self.engine)
 
     def _follow(
-        self, prompt: _TokenizedPrompt, params: SamplingParams
+        self, prompt: TokenizedPrompt, params: SamplingParams
     ) -> Generator[RequestOutput, None, None]:
         # Opened in here: a generator that is closed before its first step runs no `finally`.
         answers = self._open(prompt, params)
@@ -194,22 +175,6 @@ class LLM:
         finally:
             self._close(answers)
 
-    def _tokens(self, prompt: Prompt) -> _TokenizedPrompt:
-        if isinstance(prompt, str):
-            return _TokenizedPrompt(prompt, self._encode(prompt))
-        if "prompt_token_ids" in prompt:
-            return _TokenizedPrompt(prompt.get("prompt"), list(prompt["prompt_token_ids"]))
-        if "prompt" in prompt:
-            return _TokenizedPrompt(prompt["prompt"], self._encode(prompt["prompt"]))
-        raise RequestError(
-            f"a prompt with keys {sorted(prompt)} says nothing",
-            hint='give text, {"prompt": text} or {"prompt_token_ids": [...]}',
-        )
-
-    def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return ids
-
 
 def _speculative_config(
     given: SpeculativeConfig | Mapping[str, Any] | None,
@@ -217,13 +182,3 @@ def _speculative_config(
     if isinstance(given, SpeculativeConfig):
         return given
     return SpeculativeConfig.from_mapping(given or {})
-
-
-def _params_for(
-    prompts: Sequence[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
-) -> list[SamplingParams]:
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * len(prompts)
-    if len(given) != len(prompts):
-        raise RequestError(f"{len(prompts)} prompts but {len(given)} sampling params")
-    return list(given)

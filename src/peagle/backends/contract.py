@@ -1,0 +1,68 @@
+"""What `generate`, `bench`, `prepare` and the server see of an engine. Two implementations:
+`peagle.LLM`, the embedded engine, satisfies it as it is; `vllm_backend.VllmBackend` is vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from peagle.engine.prompts import Message, Prompt
+from peagle.outputs import RequestOutput
+from peagle.sampling_params import SamplingParams
+from peagle.speculation.statistics import SpecDecodeStats
+
+
+class Backend(Protocol):
+    """A target, optionally with a drafter. Both count drafts alike: those behind the token that
+    ended an answer are not counted, and `num_steps` has the step that follows the prompt too."""
+
+    model_path: Path
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def num_speculative_tokens(self) -> int: ...
+
+    @property
+    def stats(self) -> SpecDecodeStats:
+        """Totals over all requests since start."""
+        ...
+
+    def get_tokenizer(self) -> Any: ...
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """A conversation as a prompt of token ids, ready for an answer."""
+        ...
+
+    def check_request(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
+        """Raises RequestError if this prompt could not be served with these parameters."""
+        ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers all prompts, in their order."""
+        ...
+
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+    ) -> Generator[RequestOutput, None, None]:
+        """Yields the growing output of one prompt. Streams may be read side by side; closing
+        one cancels its request."""
+        ...
+
+    def close(self) -> None:
+        """Ends what was started; the backend is of no use afterwards. May be called twice."""
+        ...

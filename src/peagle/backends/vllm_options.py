@@ -1,0 +1,66 @@
+"""Options of vLLM's engine under vLLM's names: sizes, quantization, memory, graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from peagle.errors import ConfigError
+
+SIZES = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_cudagraph_capture_size",
+    "block_size",
+    "kv_cache_memory_bytes",
+    "stream_interval",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmOptions:
+    """None leaves the choice to vLLM."""
+
+    tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int | None = None
+    data_parallel_size: int | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float | None = None
+    kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: str | None = None
+    block_size: int | None = None
+    enable_prefix_caching: bool | None = None
+    enforce_eager: bool | None = None
+    max_cudagraph_capture_size: int | None = None  # None: what a P-EAGLE step needs
+    async_scheduling: bool | None = None
+    stream_interval: int | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in SIZES:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} is out of range", hint="use >= 1")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization={share} is out of range", hint="use a share in (0, 1]"
+            )
+
+    def given(self) -> dict[str, Any]:
+        """What somebody asked for."""
+        pairs = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in pairs if value is not None}
+
+    @property
+    def world_size(self) -> int:
+        """Processes that hold one copy of the model."""
+        return (self.tensor_parallel_size or 1) * (self.pipeline_parallel_size or 1)

@@ -1,0 +1,90 @@
+"""A prompt that vLLM is answering: its outputs gathered, and given in our words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+from peagle.backends.vllm_stats import answer_stats
+from peagle.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from peagle.sampling_params import SamplingParams
+from peagle.speculation.statistics import SpecDecodeStats
+
+
+@dataclass(eq=False)
+class OpenRequest:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_model_len: int
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(monotonic()))
+    finished: bool = False
+    num_updates: int = 0
+    _answers: dict[int, Any] = field(default_factory=dict)  # index -> vLLM's latest output of it
+
+    def take(self, output: Any) -> None:
+        """Takes one of vLLM's RequestOutputs; with n > 1 each brings some of the answers."""
+        self.num_updates += 1
+        for answer in output.outputs:
+            self._answers[answer.index] = answer
+        if self.metrics.first_token_time is None:
+            self.metrics.first_token_time = self._first_token_time(output)
+        if output.finished:
+            self.finished = True
+            self.metrics.finished_time = monotonic()
+
+    def output(self) -> RequestOutput:
+        answers = [self._answers[index] for index in sorted(self._answers)]
+        stats = SpecDecodeStats()
+        for answer in answers:
+            stats.merge(self._stats(answer))
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[_completion(answer) for answer in answers],
+            finished=self.finished,
+            stats=stats,
+            metrics=self.metrics,
+        )
+
+    def _stats(self, answer: Any) -> SpecDecodeStats:
+        """vLLM hands the counts over with an answer's last token; before that there are none."""
+        counts = answer.spec_decode_metrics
+        room = self.max_model_len - len(self.prompt_token_ids)
+        return answer_stats(
+            counts.per_step_drafted if counts else (),
+            counts.per_step_accepted if counts else (),
+            num_tokens=len(answer.token_ids),
+            room=min(self.params.max_tokens or room, room),
+            stopped=answer.finish_reason == "stop",
+        )
+
+    def _first_token_time(self, output: Any) -> float:
+        """Measured by vLLM where the answer came whole, by us where it came in parts."""
+        if output.finished and output.metrics is not None:
+            return self.metrics.arrival_time + float(output.metrics.first_token_latency)
+        return monotonic()
+
+
+def _completion(answer: Any) -> CompletionOutput:
+    logprobs = answer.logprobs
+    return CompletionOutput(
+        index=answer.index,
+        text=answer.text,
+        token_ids=list(answer.token_ids),
+        finish_reason=answer.finish_reason,
+        stop_reason=answer.stop_reason,
+        logprobs=None if logprobs is None else [_named(position) for position in logprobs],
+        cumulative_logprob=answer.cumulative_logprob if logprobs is not None else None,
+        error="vLLM gave no reason" if answer.finish_reason == "error" else None,
+    )
+
+
+def _named(position: dict[int, Any]) -> dict[int, Logprob]:
+    return {
+        token: Logprob(entry.logprob, entry.rank, entry.decoded_token or "")
+        for token, entry in position.items()
+    }

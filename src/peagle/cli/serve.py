@@ -1,0 +1,155 @@
+"""`peagle serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from peagle.cli import render
+from peagle.cli.flags import expand_flags
+from peagle.cli.options import DrafterFlags, parse_json_object
+from peagle.cli.vllm_flags import VllmFlags
+from peagle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from peagle.backends.vllm_command import VllmCommand
+
+VLLM_PORT = 8000  # vLLM's default
+# vLLM then has no plain HTTP port of its own that we could ask.
+WITHOUT_HEALTH = ("--headless", "--uds", "--ssl-keyfile", "--ssl-certfile", "--grpc")
+
+ServedModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A folder, a Hugging Face id, smollm2-135m, or a model of the P-EAGLE posts "
+        "(gpt-oss-20b ...: see docs/serving.md), which brings its released head along.",
+    ),
+]
+
+
+@expand_flags
+def serve(
+    model: ServedModel,
+    drafter: DrafterFlags,
+    vllm: VllmFlags,
+    vllm_arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- VLLM_ARGS]", help="Anything else, for vLLM.", show_default=False
+        ),
+    ] = None,
+    backend: Annotated[
+        Literal["embedded", "vllm"], typer.Option(help="Which engine serves.")
+    ] = "embedded",
+    host: Annotated[str | None, typer.Option(help="Address; vLLM's default: all.")] = None,
+    port: Annotated[int | None, typer.Option(help=f"Default: {VLLM_PORT}.")] = None,
+    print_command: Annotated[
+        bool, typer.Option("--print-command", help="Show the `vllm serve` line and exit.")
+    ] = False,
+) -> None:
+    """Serve a model over HTTP until Ctrl-C."""
+    if backend == "embedded":
+        raise ConfigError("the embedded engine has no HTTP server yet", hint="add --backend vllm")
+    from peagle.backends.vllm_command import build_command
+
+    command = build_command(
+        model,
+        drafter=_asked_drafter(drafter),
+        options=vllm.options(),
+        extra=[*_address_words(host, port), *_checked_words(vllm_arguments or [])],
+        fetch=not print_command,
+        progress=render.note,
+    )
+    for text in command.notes:
+        render.note(f"note: {text}")
+    if print_command:
+        _print(command)
+    else:
+        _run(command, host, VLLM_PORT if port is None else port)
+
+
+def _asked_drafter(flags: DrafterFlags) -> dict[str, Any]:
+    """The keys that were given. Unlike the embedded engine's, vLLM's own keys go through."""
+    given = {
+        "method": flags.spec_method,
+        "model": flags.spec_model,
+        "num_speculative_tokens": flags.spec_tokens,
+    }
+    named = {key: value for key, value in given.items() if value is not None}
+    if flags.speculative_config is None:
+        return named
+    if named:
+        raise ConfigError(
+            "--speculative-config and --spec-* were both given", hint="use one of the two"
+        )
+    return parse_json_object("--speculative-config", flags.speculative_config)
+
+
+def _address_words(host: str | None, port: int | None) -> list[str]:
+    words = [] if host is None else ["--host", host]
+    return words if port is None else [*words, "--port", str(port)]
+
+
+def _checked_words(words: Sequence[str]) -> Sequence[str]:
+    """What follows `--`; a flag of ours in it would be read by vLLM and unknown to us."""
+    if words and not words[0].startswith("-"):
+        raise ConfigError(
+            f"unexpected argument {words[0]!r}", hint="vLLM's own flags follow after `--`"
+        )
+    ours = {"--host", "--port", "--speculative-config", "--model"}
+    ours |= {f"--{name.replace('_', '-')}" for name in VllmFlags.__dataclass_fields__}
+    for word in words:
+        name = word.split("=")[0].replace("_", "-").replace("--no-", "--")
+        if name in ours:
+            raise ConfigError(
+                f"{name} after `--` is a flag of `peagle serve` too", hint="give it before `--`"
+            )
+    return words
+
+
+def _print(command: VllmCommand) -> None:
+    if command.export and not command.export.done:
+        render.note("# the head has to be exported first:")
+        render.note(command.export.command)
+    render.write(f"{command.line}\n")
+
+
+def _run(command: VllmCommand, host: str | None, port: int) -> None:
+    from peagle.backends import vllm_server
+    from peagle.backends.vllm_install import find_vllm
+
+    # 1. What can be wrong without vLLM is said before it is started.
+    install = find_vllm()
+    headless = any(word.split("=")[0] in WITHOUT_HEALTH for word in command.arguments)
+    if not headless:
+        vllm_server.check_port_is_free(host, port)
+    if command.export and not command.export.done:
+        render.note(f"exporting the head to {command.export.out}")
+        command.export.run()
+
+    # 2. vLLM answers until it is told to stop.
+    base = f"http://{_reachable(host)}:{port}"
+    words = install.start_line(command.target, command.arguments)
+    render.note(f"starting vLLM {install.version}: {shlex.join(words)}")
+    received = vllm_server.serve(
+        words,
+        health_url=None if headless else f"{base}/health",
+        log=sys.stderr,
+        on_ready=lambda: render.note(f"ready: {base}/v1"),
+    )
+    if received == signal.SIGINT:
+        raise KeyboardInterrupt
+
+
+def _reachable(host: str | None) -> str:
+    if host in (None, "", "0.0.0.0"):
+        return "127.0.0.1"
+    if host == "::":
+        return "[::1]"
+    return f"[{host}]" if ":" in host else host
