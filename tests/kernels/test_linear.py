@@ -118,7 +118,7 @@ def test_training_is_left_to_torch() -> None:
 
 
 def test_without_torchs_threads_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_run_on_threads", lambda: None)
+    monkeypatch.setattr(module, "run_on_threads", lambda: None)
     assert linear_kernel.__wrapped__() is None
 
 

@@ -13,15 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.engine.blocks import BlockTable
-from peagle.kernels.cpu import LANES, PagedSpan, PagedStep, kernels_for
+from peagle.kernels.cpu import LANES, MAX_GROUP, LayerCache, PagedSpan, PagedStep, kernels_for
+from peagle.kernels.layer import CachePlace
+from peagle.models.attention import CachedAttention
 from peagle.models.drafter import CacheLayout, Span
 
 # Up to this many query rows the heads of a group are folded into the rows of one product.
 MAX_FOLDED_ROWS = 17
-# The kernel saves torch's 70 us of small operations per span and layer, but has one thread: more
-# multiply-adds than this per span, counted for one head of each group, and torch wins. Measured
-# with 3 key-value heads of 64 on two cores: one row to context 1500, eight rows to about 180.
-MAX_KERNEL_WORK = 300_000
+# The kernel saves torch's 70 us of small operations per span and layer, but torch's products are
+# denser: more multiply-adds than this per span, counted for one head of each group, and torch
+# wins. Measured with 3 key-value heads of 64 on two cores.
+MAX_KERNEL_WORK = 1_000_000
 
 
 class PagedKVCache:
@@ -50,7 +52,7 @@ def slot_bytes(layout: CacheLayout, dtype: torch.dtype) -> int:
     return 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * dtype.itemsize
 
 
-class PagedAttention:
+class PagedAttention(CachedAttention):
     """Attention for rows laid out as spans, one after the other.
 
     Each call writes the rows' keys and values to their slots, then lets each row see its own
@@ -73,9 +75,9 @@ class PagedAttention:
         self._kernel_step: PagedStep | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        if self.prefers_kernel and (kernels := kernels_for(q)):
-            addresses = self.cache.addresses(layer)
-            return kernels.paged_attention(q, k, v, *addresses, window, self._step(q.shape[1]))
+        if self._fits_kernel(q.shape[1]) and (kernels := kernels_for(q)):
+            cache = LayerCache(*self.cache.addresses(layer), window)
+            return kernels.paged_attention(q, k, v, cache, self._step(q.shape[1]))
         keys, values = self.cache.keys[layer], self.cache.values[layer]  # [S, g, D]
         keys.index_copy_(0, self._slots, k.to(keys.dtype))
         values.index_copy_(0, self._slots, v.to(values.dtype))
@@ -88,6 +90,15 @@ class PagedAttention:
             out[rows] = view.attend(q[rows], keys, values, window)
             start += view.length
         return out
+
+    def kernel_place(self, heads: int) -> CachePlace | None:
+        if not self._fits_kernel(heads):
+            return None
+        layer_size = self.cache.keys.stride(0)
+        return CachePlace(*self.cache.addresses(0), layer_size, self._step(heads))
+
+    def _fits_kernel(self, heads: int) -> bool:
+        return self.prefers_kernel and heads <= MAX_GROUP * self.cache.keys.shape[-2]
 
     @cached_property
     def sequences(self) -> list[_SequenceView]:

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from peagle.cache import cache_folder
@@ -22,12 +23,12 @@ FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-w")
 TIMEOUT_S = 120
 
 
-def load_library(source: Path) -> ctypes.CDLL | None:
-    """The compiled source, from the cache if it is there; None where that cannot be had."""
+def load_library(*sources: Path, headers: Sequence[Path] = ()) -> ctypes.CDLL | None:
+    """The compiled sources, from the cache if they are there; None where that cannot be had."""
     try:
-        library = _library_path(source)
+        library = _library_path(sources, headers)
         if not library.is_file():
-            _compile(source, library)
+            _compile(sources, library)
         return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
@@ -35,11 +36,12 @@ def load_library(source: Path) -> ctypes.CDLL | None:
         return None
 
 
-def _library_path(source: Path) -> Path:
+def _library_path(sources: Sequence[Path], headers: Sequence[Path]) -> Path:
     """Named after all that decides the library's content: one cache may serve many machines."""
-    key = "\n".join((source.read_text(encoding="utf-8"), *FLAGS, _cpu()))
+    texts = (file.read_text(encoding="utf-8") for file in (*sources, *headers))
+    key = "\n".join((*texts, *FLAGS, _cpu()))
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-    return cache_folder() / "kernels" / digest / f"{source.stem}.so"
+    return cache_folder() / "kernels" / digest / f"{sources[0].stem}.so"
 
 
 def _cpu() -> str:
@@ -53,13 +55,13 @@ def _cpu() -> str:
     return "\n".join((platform.machine(), platform.system(), *sorted(found)))
 
 
-def _compile(source: Path, library: Path) -> None:
+def _compile(sources: Sequence[Path], library: Path) -> None:
     """Builds beside the library's place and moves it there: a second process sees all or none."""
     compiler = _compiler()
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
-        command = [*compiler, *FLAGS, str(source), "-o", str(made), "-lm"]
+        command = [*compiler, *FLAGS, *map(str, sources), "-o", str(made), "-lm"]
         logger.info("compiling CPU kernels, once: %s", shlex.join(command))
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
         os.replace(made, library)

@@ -1,18 +1,18 @@
-/* The small operations between a decoder's matrix products, in float32, one call each.
+/* The small operations between a decoder's matrix products.
  *
- * One thread: a second OpenMP runtime would spin against torch's. Vectors are GNU C's (gcc,
- * clang), which name the lanes of every sum: no reordering by the compiler, so a row's result
- * never depends on the rows around it, and NaN and infinity go through as they must.
- *
- * Shapes: N rows, H hidden, h heads, g key-value heads, D head dimension, I intermediate.
+ * Vectors are GNU C's (gcc, clang), which name the lanes of every sum: no reordering by the
+ * compiler, so a row's result never depends on the rows around it, and NaN and infinity go
+ * through as they must.
  */
 
+#include "kernels.h"
+
 #include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
+#include <stdatomic.h>
 #include <string.h>
 
 enum { LANES = 8, TILE = 32, IN_REGISTERS = 8 };
+enum { ROWS_PER_TASK = 4, MOST_STATES = 256, WORK_FOR_THREADS = 100000 /* multiply-adds */ };
 
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef double doubles __attribute__((vector_size(8 * LANES)));
@@ -135,14 +135,6 @@ void silu_mul(float *out, const float *gate_up, int64_t rows, int64_t size) {
     }
 }
 
-/* One step's rows: spans one after the other, each of one sequence. Mirrored in cpu.py. */
-typedef struct {
-    int64_t num_spans;
-    const int64_t *spans;  /* [num_spans, 3]: first position, rows, first entry in `blocks` */
-    const int64_t *blocks; /* the sequences' block tables */
-    int64_t block_size, heads, kv_heads, dim;
-} step_layout;
-
 INLINE int64_t slot_of(const int64_t *blocks, int64_t block_size, int64_t position) {
     return blocks[position / block_size] * block_size + position % block_size;
 }
@@ -234,75 +226,125 @@ INLINE void add_tile(float *out, running *state, const float *query, const float
     }
 }
 
-/* out and q of the span's rows -> attention of each row over positions 0 .. its own. */
-INLINE void attend(float *out, const float *q, int64_t q_stride, const float *keys,
-                   const float *values, const step_layout *step, const int64_t *span,
-                   running *states, int64_t window, int64_t dim) {
-    const int64_t heads = step->heads, kv_heads = step->kv_heads, group = heads / kv_heads;
-    const int64_t start = span[0], rows = span[1], *blocks = step->blocks + span[2];
-    const float scale = 1.0f / sqrtf((float)dim);
-    for (int64_t i = 0; i < rows * heads; i++) states[i] = (running){-INFINITY, 0.0f};
-    memset(out, 0, sizeof(float) * rows * heads * dim);
+/* Rows `begin` .. `end` of a span and the heads `low` .. `high` of one key-value head: each row
+ * over positions 0 .. its own. out and q are those of the span's first row. */
+typedef struct {
+    const int64_t *span;
+    float *out;
+    const float *q;
+    int64_t begin, end, shared, low, high;
+} attention_task;
 
-    int64_t seen_first = window && start >= window ? start - window + 1 : 0;
-    for (int64_t base = seen_first - seen_first % TILE; base < start + rows; base += TILE) {
-        int64_t count = start + rows - base < TILE ? start + rows - base : TILE;
-        int64_t offsets[TILE];
-        for (int64_t j = 0; j < count; j++)
-            offsets[j] = slot_of(blocks, step->block_size, base + j) * kv_heads * dim;
-        for (int64_t shared = 0; shared < kv_heads; shared++) {
-            const float *tile_keys[TILE], *tile_values[TILE];
-            for (int64_t j = 0; j < count; j++) {
-                tile_keys[j] = keys + offsets[j] + shared * dim;
-                tile_values[j] = values + offsets[j] + shared * dim;
-            }
-            for (int64_t row = 0; row < rows; row++) {
-                int64_t position = start + row;
-                int64_t lowest = window && position >= window ? position - window + 1 : 0;
-                int64_t first = lowest > base ? lowest - base : 0;
-                int64_t end = position - base + 1 < count ? position - base + 1 : count;
-                if (first >= end) continue;
-                for (int64_t head = shared * group; head < (shared + 1) * group; head++)
-                    add_tile(out + (row * heads + head) * dim, states + row * heads + head,
-                             q + row * q_stride + head * dim, tile_keys, tile_values, (int)first,
-                             (int)end, scale, dim);
-            }
+typedef struct {
+    float *out;
+    const float *q;
+    int64_t q_stride;
+    const layer_cache *cache;
+    const step_layout *step;
+    atomic_llong next;
+} attention_job;
+
+INLINE void attend(const attention_job *job, const attention_task *task, int64_t dim) {
+    const step_layout *step = job->step;
+    const int64_t heads = step->heads, kv_heads = step->kv_heads, window = job->cache->window;
+    const int64_t start = task->span[0], *blocks = step->blocks + task->span[2];
+    const int64_t group = task->high - task->low;
+    const float scale = 1.0f / sqrtf((float)dim);
+    running states[MOST_STATES];
+    for (int64_t i = 0; i < (task->end - task->begin) * group; i++)
+        states[i] = (running){-INFINITY, 0.0f};
+    for (int64_t row = task->begin; row < task->end; row++)
+        memset(task->out + (row * heads + task->low) * dim, 0, sizeof(float) * group * dim);
+
+    int64_t lowest_row = start + task->begin, limit = start + task->end;
+    int64_t seen_first = window && lowest_row >= window ? lowest_row - window + 1 : 0;
+    for (int64_t base = seen_first - seen_first % TILE; base < limit; base += TILE) {
+        int64_t count = limit - base < TILE ? limit - base : TILE;
+        const float *keys[TILE], *values[TILE];
+        for (int64_t j = 0; j < count; j++) {
+            int64_t slot = slot_of(blocks, step->block_size, base + j);
+            keys[j] = job->cache->keys + (slot * kv_heads + task->shared) * dim;
+            values[j] = job->cache->values + (slot * kv_heads + task->shared) * dim;
+        }
+        for (int64_t row = task->begin; row < task->end; row++) {
+            int64_t position = start + row;
+            int64_t lowest = window && position >= window ? position - window + 1 : 0;
+            int64_t first = lowest > base ? lowest - base : 0;
+            int64_t end = position - base + 1 < count ? position - base + 1 : count;
+            if (first >= end) continue;
+            for (int64_t head = task->low; head < task->high; head++)
+                add_tile(task->out + (row * heads + head) * dim,
+                         states + (row - task->begin) * group + head - task->low,
+                         task->q + row * job->q_stride + head * dim, keys, values, (int)first,
+                         (int)end, scale, dim);
         }
     }
-    for (int64_t i = 0; i < rows * heads; i++)
-        for (int64_t d = 0; d < dim; d += LANES)
-            store(out + i * dim + d, load(out + i * dim + d) / all(states[i].total));
+    for (int64_t row = task->begin; row < task->end; row++)
+        for (int64_t head = task->low; head < task->high; head++) {
+            float *place = task->out + (row * heads + head) * dim;
+            lanes total = all(states[(row - task->begin) * group + head - task->low].total);
+            for (int64_t d = 0; d < dim; d += LANES) store(place + d, load(place + d) / total);
+        }
 }
 
-/* Writes k and v [N, g, D] to their slots of one layer's cache [S, g, D], then attends with
- * q [N, h, D] -> out [N, h, D]. A window of 0 is none. Returns 0, or 1 if memory is short. */
-int paged_attention(float *out, const float *q, int64_t q_stride, const float *k,
-                    int64_t k_stride, const float *v, int64_t v_stride, float *keys,
-                    float *values, int64_t window, const step_layout *step) {
+INLINE int64_t tasks_of(const int64_t *span, int64_t kv_heads) {
+    return (span[1] + ROWS_PER_TASK - 1) / ROWS_PER_TASK * kv_heads;
+}
+
+/* Takes tasks until none is left; each row's sums are one task's, whoever does it. */
+static void attend_all(void *shared) {
+    attention_job *job = shared;
+    const step_layout *step = job->step;
+    const int64_t kv_heads = step->kv_heads, group = step->heads / kv_heads;
+    int64_t before = 0, s = 0, row = 0; /* tasks and rows of the spans before s */
+    for (;;) {
+        int64_t number = atomic_fetch_add(&job->next, 1);
+        while (s < step->num_spans && number - before >= tasks_of(step->spans + 3 * s, kv_heads)) {
+            before += tasks_of(step->spans + 3 * s, kv_heads);
+            row += step->spans[3 * s++ + 1];
+        }
+        if (s == step->num_spans) return;
+        const int64_t *span = step->spans + 3 * s;
+        int64_t begin = (number - before) / kv_heads * ROWS_PER_TASK;
+        int64_t kv_head = (number - before) % kv_heads, end = begin + ROWS_PER_TASK;
+        attention_task task = {
+            .span = span,
+            .out = job->out + row * step->heads * step->dim,
+            .q = job->q + row * job->q_stride,
+            .begin = begin,
+            .end = end < span[1] ? end : span[1],
+            .shared = kv_head,
+            .low = kv_head * group,
+            .high = (kv_head + 1) * group,
+        };
+        if (step->dim == 64)
+            attend(job, &task, 64);
+        else if (step->dim == 128)
+            attend(job, &task, 128);
+        else
+            attend(job, &task, step->dim);
+    }
+}
+
+/* Writes k and v [N, g, D] to their slots of the cache, then attends with q [N, h, D] -> out
+ * [N, h, D]. Needs h / g <= MOST_STATES / ROWS_PER_TASK. */
+void paged_attention(float *out, const float *q, int64_t q_stride, const float *k,
+                     int64_t k_stride, const float *v, int64_t v_stride,
+                     const layer_cache *cache, const step_layout *step, const threads *team) {
     const int64_t size = step->kv_heads * step->dim;
-    int64_t most_rows = 0;
+    int64_t seen = 0;
     for (int64_t s = 0, row = 0; s < step->num_spans; s++) {
         const int64_t *span = step->spans + 3 * s, *blocks = step->blocks + span[2];
-        if (span[1] > most_rows) most_rows = span[1];
+        seen += span[1] * (span[0] + span[1]);
         for (int64_t i = 0; i < span[1]; i++, row++) {
             int64_t slot = slot_of(blocks, step->block_size, span[0] + i);
-            memcpy(keys + slot * size, k + row * k_stride, sizeof(float) * size);
-            memcpy(values + slot * size, v + row * v_stride, sizeof(float) * size);
+            memcpy(cache->keys + slot * size, k + row * k_stride, sizeof(float) * size);
+            memcpy(cache->values + slot * size, v + row * v_stride, sizeof(float) * size);
         }
     }
-    running *states = malloc(sizeof(running) * (most_rows * step->heads + 1));
-    if (!states) return 1;
-    for (int64_t s = 0; s < step->num_spans; s++) {
-        const int64_t *span = step->spans + 3 * s;
-        if (step->dim == 64)
-            attend(out, q, q_stride, keys, values, step, span, states, window, 64);
-        else if (step->dim == 128)
-            attend(out, q, q_stride, keys, values, step, span, states, window, 128);
-        else
-            attend(out, q, q_stride, keys, values, step, span, states, window, step->dim);
-        out += span[1] * step->heads * step->dim;
-        q += span[1] * q_stride;
-    }
-    free(states);
-    return 0;
+    attention_job job = {.out = out, .q = q, .q_stride = q_stride, .cache = cache, .step = step};
+    if (team->count > 1 && seen * step->heads * step->dim > WORK_FOR_THREADS)
+        team->run(attend_all, &job, (unsigned)team->count, 0);
+    else
+        attend_all(&job);
 }

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from array import array
 from collections.abc import Sequence
-from ctypes import c_double, c_int, c_int64, c_void_p
-from pathlib import Path
+from ctypes import c_double, c_int64, c_void_p
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from peagle.kernels.compiling import load_library
+from peagle.kernels.library import cpu_library, threads
 
-SOURCE = Path(__file__).with_name("cpu.c")
 LANES = 8  # head dimensions are whole vectors
+MAX_GROUP = 64  # heads that share a key-value head
 
 
 def kernels_for(x: Tensor) -> CpuKernels | None:
@@ -34,10 +32,8 @@ def kernels_for(x: Tensor) -> CpuKernels | None:
 
 @functools.cache
 def cpu_kernels() -> CpuKernels | None:
-    """None if PEAGLE_CPU_KERNELS=0 or they cannot be compiled here; decided once."""
-    if os.environ.get("PEAGLE_CPU_KERNELS") == "0":
-        return None
-    library = load_library(SOURCE)
+    """None where there is no library; decided once."""
+    library = cpu_library()
     return None if library is None else CpuKernels(library)
 
 
@@ -50,7 +46,7 @@ class PagedSpan(NamedTuple):
 
 
 class PagedStep(ctypes.Structure):
-    """One step's rows over one paged cache; `step_layout` in cpu.c."""
+    """One step's rows over one paged cache; `step_layout` in kernels.h."""
 
     _fields_ = (
         ("num_spans", c_int64),
@@ -66,6 +62,7 @@ class PagedStep(ctypes.Structure):
         self, spans: Sequence[PagedSpan], block_size: int, heads: int, kv_heads: int, dim: int
     ) -> None:
         assert heads % kv_heads == 0
+        assert heads // kv_heads <= MAX_GROUP
         assert dim % LANES == 0
         blocks, numbers = array("q"), array("q")
         for span in spans:
@@ -85,6 +82,16 @@ class PagedStep(ctypes.Structure):
         self._held = numbers, blocks  # the structure only points into them
 
 
+class LayerCache(ctypes.Structure):
+    """Where one layer's keys and values [S, g, D] lie; `layer_cache` in kernels.h."""
+
+    _fields_ = (("keys", c_void_p), ("values", c_void_p), ("window", c_int64))
+
+    def __init__(self, keys: int, values: int, window: int | None) -> None:
+        assert window is None or window > 0
+        super().__init__(keys, values, window or 0)
+
+
 class CpuKernels:
     """Float32 tensors on the CPU, no gradients. What does not fit raises before C sees it."""
 
@@ -101,9 +108,8 @@ class CpuKernels:
         self._silu_mul.restype = None
         self._paged_attention = library.paged_attention
         rows = (pointer, size)
-        cache = (pointer, pointer)
-        self._paged_attention.argtypes = (pointer, *rows * 3, *cache, size, pointer)
-        self._paged_attention.restype = c_int
+        self._paged_attention.argtypes = (pointer, *rows * 3, pointer, pointer, pointer)
+        self._paged_attention.restype = None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [..., H], weight [H]."""
@@ -152,9 +158,7 @@ class CpuKernels:
         q: Tensor,  # [N, h, D]
         k: Tensor,  # [N, g, D]
         v: Tensor,  # [N, g, D]
-        keys: int,  # addresses of one layer's cache [S, g, D]
-        values: int,
-        window: int | None,
+        cache: LayerCache,
         step: PagedStep,
     ) -> Tensor:
         """Writes k and v to their slots, then each row attends to its sequence so far."""
@@ -163,10 +167,9 @@ class CpuKernels:
         assert heads == step.heads
         assert dim == step.dim
         assert k.shape == v.shape == (n, step.kv_heads, dim)
-        assert window is None or window > 0
         (q, q_stride), (k, k_stride), (v, v_stride) = _rows(q), _rows(k), _rows(v)
         out = q.new_empty((n, heads, dim))
-        failed = self._paged_attention(
+        self._paged_attention(
             out.data_ptr(),
             q.data_ptr(),
             q_stride,
@@ -174,13 +177,10 @@ class CpuKernels:
             k_stride,
             v.data_ptr(),
             v_stride,
-            keys,
-            values,
-            window or 0,
+            ctypes.addressof(cache),
             ctypes.addressof(step),
+            threads(),
         )
-        if failed:
-            raise MemoryError("attention")
         return out
 
 

@@ -9,8 +9,9 @@
  * not depend on the rows around it, on the number of threads, or on the tile it fell into.
  */
 
+#include "kernels.h"
+
 #include <stdatomic.h>
-#include <stdint.h>
 
 #ifdef __AVX512F__
 enum { LANES = 16, ROWS = 8 }; /* 32 registers: 8 rows by 3 vectors of sums */
@@ -120,18 +121,14 @@ static void work(void *shared) {
     }
 }
 
-typedef void (*run_on_threads)(void (*work)(void *), void *shared, unsigned threads, unsigned flags);
-
-/* `run` is GOMP_parallel of the OpenMP runtime that torch uses: its threads are warm, and a
- * second runtime's would spin against them. Unused with one thread. */
 void linear(float *out, const float *x, int64_t x_stride, const float *weight, int64_t rows,
-            int64_t inputs, int64_t outputs, int64_t threads, run_on_threads run) {
-    int64_t share = (outputs + threads - 1) / threads, tile = (share + 47) / 48 * 48;
+            int64_t inputs, int64_t outputs, const threads *team) {
+    int64_t share = (outputs + team->count - 1) / team->count, tile = (share + 47) / 48 * 48;
     product p = {.out = out, .x = x, .weight = weight, .rows = rows, .x_stride = x_stride,
                  .inputs = inputs, .outputs = outputs,
                  .tile = tile < LARGEST_TILE ? tile : LARGEST_TILE};
-    if (threads > 1)
-        run(work, &p, (unsigned)threads, 0);
+    if (team->count > 1)
+        team->run(work, &p, (unsigned)team->count, 0);
     else
         work(&p);
 }

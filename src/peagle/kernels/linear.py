@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from ctypes import c_int64, c_void_p
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from peagle.kernels.compiling import load_library
+from peagle.kernels.library import cpu_library, run_on_threads, threads
 
-SOURCE = Path(__file__).with_name("linear.c")
 MAX_ROWS = 32  # beyond, MKL's packed product catches up
 
 
@@ -29,39 +26,37 @@ def linear_kernel_for(x: Tensor, weight: Tensor) -> LinearKernel | None:
         and x.dtype is weight.dtype is torch.float32
         and x.dim() == 2
         and x.shape[0] <= MAX_ROWS
-        and weight.stride() == (1, weight.shape[0])
+        and column_major(weight)
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
     )
     return linear_kernel() if fits else None
 
 
+def column_major(weight: Tensor) -> bool:
+    return weight.stride() == (1, weight.shape[0])
+
+
 @functools.cache
 def linear_kernel() -> LinearKernel | None:
-    """None if PEAGLE_CPU_KERNELS=0, it cannot be compiled, or torch's threads cannot be used."""
-    if os.environ.get("PEAGLE_CPU_KERNELS") == "0":
-        return None
-    run_on_threads = _run_on_threads()
-    if run_on_threads is None:
-        return None
-    library = load_library(SOURCE)
-    return None if library is None else LinearKernel(library, run_on_threads)
+    """None where there is no library, or torch's threads cannot be used: one would be slower."""
+    library = cpu_library() if run_on_threads() else None
+    return None if library is None else LinearKernel(library)
 
 
 class LinearKernel:
-    def __init__(self, library: ctypes.CDLL, run_on_threads: c_void_p) -> None:
+    def __init__(self, library: ctypes.CDLL) -> None:
         size, pointer = c_int64, c_void_p
         self._linear = library.linear
-        self._linear.argtypes = (pointer, pointer, size, pointer, size, size, size, size, pointer)
+        self._linear.argtypes = (pointer, pointer, size, pointer, size, size, size, pointer)
         self._linear.restype = None
-        self._run_on_threads = run_on_threads
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [N, I], weight [O, I] column-major -> [N, O]."""
         rows, inputs = x.shape
         outputs = weight.shape[0]
         assert weight.shape == (outputs, inputs)
-        assert weight.stride() == (1, outputs)
+        assert column_major(weight)
         if x.stride(1) != 1:
             x = x.contiguous()
         out = x.new_empty((rows, outputs))
@@ -73,18 +68,6 @@ class LinearKernel:
             rows,
             inputs,
             outputs,
-            torch.get_num_threads(),
-            self._run_on_threads,
+            threads(),
         )
         return out
-
-
-def _run_on_threads() -> c_void_p | None:
-    """GOMP_parallel as torch itself finds it: preloaded, or from the runtime it ships."""
-    shipped = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    for path in (None, *map(str, shipped)):
-        try:
-            return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, c_void_p)
-        except (OSError, AttributeError):
-            continue
-    return None

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from peagle.kernels.layer import CachePlace
+
 
 class Attention(Protocol):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
@@ -20,6 +22,14 @@ class Attention(Protocol):
         `layer` counts the layers of the model that calls; `window` is its sliding window.
         """
         ...
+
+
+class CachedAttention:
+    """An Attention over a cache in memory, which a kernel may read and write by itself."""
+
+    def kernel_place(self, heads: int) -> CachePlace | None:
+        """None where the rows are better off with `__call__`."""
+        raise NotImplementedError
 
 
 class MaskedAttention:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from peagle.errors import HeadError
 from peagle.models.attention import Attention
 from peagle.models.config import DecoderConfig
+from peagle.models.fused import FusedLayers
 from peagle.models.head_config import HeadConfig
 from peagle.models.layers import (
     DecoderLayer,
@@ -49,13 +50,16 @@ class FirstLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config)
 
-    def forward(
-        self, embeddings: Tensor, features: Tensor, rotation: Rotation, attention: Attention
-    ) -> Tensor:
+    def inputs(self, embeddings: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """-> the residual stream [N, H], and what attention reads [N, 2H]."""
         normed = self.hidden_norm(features)
         residual = normed if self.norm_before_residual else features
-        x = torch.cat((self.input_layernorm(embeddings), normed), dim=-1)  # [N, 2H]
-        x = residual + self.self_attn(x, rotation, attention)
+        return residual, torch.cat((self.input_layernorm(embeddings), normed), dim=-1)
+
+    def forward(
+        self, residual: Tensor, inputs: Tensor, rotation: Rotation, attention: Attention
+    ) -> Tensor:
+        x = residual + self.self_attn(inputs, rotation, attention)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -95,6 +99,7 @@ class EagleNetwork(nn.Module):
         if config.method == "p-eagle":
             self.mask_embedding = nn.Parameter(torch.zeros(size))
             self.mask_hidden = nn.Parameter(torch.zeros(self.fc.in_features))
+        self._fused = FusedLayers(list(self.layers))  # type: ignore[arg-type]
         self._output_rows: Tensor | None = None
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size), persistent=False)
 
@@ -123,7 +128,13 @@ class EagleNetwork(nn.Module):
     ) -> Tensor:
         """[N, H] twice and positions [N] -> hidden states [N, H] before the final norm."""
         rotation = self.rotary(positions, features.dtype)
-        x = self.layers[0](embeddings, features, rotation, attention)
+        first = self.layers[0]
+        assert isinstance(first, FirstLayer)
+        residual, inputs = first.inputs(embeddings, features)
+        states = self._fused(residual, inputs, rotation, attention)
+        if states is not None:
+            return states[-1]
+        x = first(residual, inputs, rotation, attention)
         for layer in self.layers[1:]:
             x = layer(x, rotation, attention)
         return x  # type: ignore[no-any-return]

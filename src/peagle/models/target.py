@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from peagle.models.attention import Attention
 from peagle.models.config import DecoderConfig
+from peagle.models.fused import FusedLayers
 from peagle.models.layers import DecoderLayer, Linear, RMSNorm, RotaryEmbedding, at_least_float32
 
 
@@ -31,6 +32,7 @@ class TargetModel(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = RotaryEmbedding(config)
+        self._fused = FusedLayers(list(self.layers))  # type: ignore[arg-type]
 
     def forward(
         self,
@@ -42,11 +44,16 @@ class TargetModel(nn.Module):
         """`tap_layers` counts as vLLM does: i is the residual stream after the first i layers."""
         x = self.embed_tokens(token_ids)
         rotation = self.rotary(positions, x.dtype)
-        taps = {0: x} if 0 in tap_layers else {}
-        for depth, layer in enumerate(self.layers, start=1):
-            x = layer(x, rotation, attention)
-            if depth in tap_layers:
-                taps[depth] = x
+        states = self._fused(x, None, rotation, attention)
+        if states is not None:
+            taps = {i: states[i - 1] if i else x for i in tap_layers}
+            x = states[-1]
+        else:
+            taps = {0: x} if 0 in tap_layers else {}
+            for depth, layer in enumerate(self.layers, start=1):
+                x = layer(x, rotation, attention)
+                if depth in tap_layers:
+                    taps[depth] = x
         tapped = torch.cat([taps[i] for i in tap_layers], dim=-1) if tap_layers else None
         return TargetOutput(self.norm(x), tapped)
 
