@@ -162,6 +162,18 @@ def test_vllm_chooses_its_graphs_where_nothing_drafts_in_parallel(drafter: dict[
         )
 
 
+@pytest.mark.parametrize(
+    "changes", [{"drafter": {"method": "ngram"}}, {"pipeline_parallel_size": 2}], ids=str
+)
+def test_a_card_s_async_scheduling_is_for_its_own_head_on_one_stage(
+    changes: dict[str, Any],
+) -> None:
+    assert "--async-scheduling" in _build("gpt-oss-20b").arguments
+    assert "--async-scheduling" not in _build("gpt-oss-20b", **changes).arguments
+    asked = _build("gpt-oss-20b", async_scheduling=True, **changes)
+    assert "--async-scheduling" in asked.arguments
+
+
 def test_eager_mode_asks_for_no_graphs() -> None:
     command = _build(drafter=P_EAGLE, enforce_eager=True)
     assert "--max-cudagraph-capture-size" not in command.arguments

@@ -51,7 +51,9 @@ class Fake:
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
     monkeypatch.setenv("FAKE_VLLM_PIDS", str(tmp_path / "pids"))
     monkeypatch.setattr(vllm_server, "POLL_SECONDS", 0.05)
-    monkeypatch.setattr(child_process, "end_group", lambda group: end_group(group, grace=0.5))
+    monkeypatch.setattr(
+        child_process, "end_group", lambda group, grace=0.5: end_group(group, grace=grace)
+    )
     return Fake(tmp_path)
 
 

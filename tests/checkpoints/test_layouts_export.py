@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -284,3 +285,11 @@ def test_a_target_without_a_tokenizer_asks_for_the_mask_id(
     head = native(tmp_path / "head", target, None)
     with pytest.raises(PeagleError, match="tokenizer"):
         export(head, model, tmp_path / "out", mask_token_id=None)
+
+
+def test_force_never_replaces_a_model(model: Path, target: TargetModel, tmp_path: Path) -> None:
+    head, mine = native(tmp_path / "head", target, None), tmp_path / "mine"
+    shutil.copytree(model, mine)
+    with pytest.raises(HeadError, match="is not empty"):
+        export(head, model, mine, force=True)
+    assert sorted(p.name for p in mine.iterdir()) == sorted(p.name for p in model.iterdir())

@@ -112,9 +112,12 @@ from engine import tiny
 from peagle.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.kernels.cpu import cpu_kernels
+from peagle.models.layers import lay_out_for_cpu
 from peagle.sampling_params import SamplingParams
 
-engine = Engine(tiny.make_target(torch.float32), EngineConfig(max_model_len=tiny.CONTEXT))
+target = tiny.make_target(torch.float32)
+lay_out_for_cpu(target)
+engine = Engine(target, EngineConfig(max_model_len=tiny.CONTEXT))
 params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 requests = [engine.add_request(str(n), [n + 1, 5, 9], params) for n in range(3)]
 while engine.has_unfinished:
@@ -135,8 +138,9 @@ def answer(**environment: str) -> list[str]:
     return done.stdout.split(maxsplit=1)
 
 
+@needs_compiler
 def test_the_engine_says_the_same_without_kernels_as_with_them() -> None:
     on, off = answer(), answer(PEAGLE_CPU_KERNELS="0")
     broken = answer(CC="/nowhere/cc", PEAGLE_CACHE="/nowhere")
-    assert (off[0], broken[0]) == ("False", "False")
+    assert (on[0], off[0], broken[0]) == ("True", "False", "False")
     assert on[1] == off[1] == broken[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -56,10 +56,25 @@ def _no_gradients() -> object:
         yield
 
 
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of every call of the kernel: equal bits say nothing if the modules ran."""
+    rows: list[int] = []
+    call = LayersKernel.__call__
+
+    def counted(self: LayersKernel, x: Tensor, *rest: Any) -> Tensor:
+        rows.append(len(x))
+        return call(self, x, *rest)
+
+    monkeypatch.setattr(LayersKernel, "__call__", counted)
+    return rows
+
+
 @pytest.fixture
-def modules_only(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(fused, "kernel_takes", lambda x: False)
-    return monkeypatch
+def modules_only() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "kernel_takes", lambda x: False)
+        yield patch
 
 
 def small(name: str) -> TargetModel:
@@ -107,12 +122,10 @@ def all_rows(model: TargetModel, steps: Sequence[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_agrees_with_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, calls = small(name), []
-    call = LayersKernel.__call__
-    monkeypatch.setattr(LayersKernel, "__call__", lambda *a: calls.append(a) or call(*a))
+def test_the_kernel_agrees_with_float64(name: str, calls: list[int]) -> None:
+    model = small(name)
     ours = all_rows(model, [8, 1, 5, 7])
-    assert len(calls) == 4
+    assert calls == [8, 1, 5, 7]
     positions = torch.arange(LENGTH)
     twin = copy.deepcopy(model).double()
     exact = twin(tokens(0), positions, causal_attention(positions), TAPS).taps
@@ -121,20 +134,25 @@ def test_the_kernel_agrees_with_float64(name: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_gives_the_modules_bits(name: str, modules_only: pytest.MonkeyPatch) -> None:
+def test_the_kernel_gives_the_modules_bits(
+    name: str, modules_only: pytest.MonkeyPatch, calls: list[int]
+) -> None:
     model = small(name)
     expected = all_rows(model, [8, 1, 5, 7])
+    assert not calls
     modules_only.undo()
     assert torch.equal(all_rows(model, [8, 1, 5, 7]), expected)
+    assert calls
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("steps", [[LENGTH], [8, 8, 5], [13, 3, 5]])
 def test_rows_verified_together_have_the_bits_of_rows_decoded_one_by_one(
-    name: str, steps: list[int]
+    name: str, steps: list[int], calls: list[int]
 ) -> None:
     model = small(name)
     assert torch.equal(all_rows(model, steps), all_rows(model, [1] * LENGTH))
+    assert calls == steps + [1] * LENGTH
 
 
 def test_a_sequence_has_the_same_bits_beside_others() -> None:
@@ -150,7 +168,7 @@ def test_a_sequence_has_the_same_bits_beside_others() -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True}, {"attention_bias": True}])
 def test_a_drafters_layers_agree_with_their_modules(
-    changes: dict[str, Any], modules_only: pytest.MonkeyPatch
+    changes: dict[str, Any], modules_only: pytest.MonkeyPatch, calls: list[int]
 ) -> None:
     target = tiny.target(torch.float32)
     network = tiny.head(target, num_hidden_layers=3, head_dim=8, **changes)
@@ -171,6 +189,7 @@ def test_a_drafters_layers_agree_with_their_modules(
     expected = run()
     modules_only.undo()
     assert torch.equal(run(), expected)
+    assert calls == [LENGTH]
 
 
 def test_weights_that_are_replaced_are_seen(modules_only: pytest.MonkeyPatch) -> None:
@@ -207,3 +226,24 @@ def test_row_major_weights_are_left_to_the_modules() -> None:
 def test_without_torchs_threads_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_module, "run_on_threads", lambda: None)
     assert layers_function.__wrapped__() is None
+
+
+def test_a_copy_follows_its_own_weights(calls: list[int]) -> None:
+    model = small("llama")
+    before = all_rows(model, [LENGTH])
+    twin = copy.deepcopy(model)
+    for parameter in twin.layers.parameters():
+        parameter.mul_(0.5)
+    assert not torch.equal(all_rows(twin, [LENGTH]), before)
+    assert torch.equal(all_rows(model, [LENGTH]), before)
+    assert len(calls) == 3
+
+
+def test_norms_of_another_dtype_are_left_to_the_modules(calls: list[int]) -> None:
+    model = small("llama")
+    expected = all_rows(model, [LENGTH])
+    model.layers[1].post_attention_layernorm.double()
+    with pytest.raises(RuntimeError, match=r"dtype|[Dd]ouble|[Ff]loat"):
+        all_rows(model, [LENGTH])  # torch's own answer: the kernel would read garbage
+    assert len(calls) == 1
+    assert expected.isfinite().all()

@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from peagle.backends.vllm_server import is_healthy
 from peagle.errors import DataError, ModelError
 from peagle.train.recipe import VllmSection
-from peagle.train.vllm_server import ServerPlan, VllmServer, answers
+from peagle.train.vllm_server import ServerPlan, VllmServer
 from peagle.train.vllm_source import Need, make_room
 from peagle.train.workers import Workers
 from train import tiny
@@ -100,7 +101,7 @@ def test_closing_ends_the_server_with_its_children_and_deletes_its_folder(tmp_pa
     server.still_alive()
     assert is_running(child)
     server.close()
-    assert not answers(f"{server.url}/health")
+    assert not is_healthy(f"{server.url}/health")
     assert not is_running(child)
     assert not root.exists()
     with pytest.raises(ModelError, match="vLLM ended"):

@@ -60,11 +60,15 @@ class ServerProcess:
             start_new_session=True,  # Ctrl-C reaches us alone; we pass it on once
         )
         self.group = self._process.pid
-        self._guard = subprocess.Popen(
-            [sys.executable, process_guard.__file__, str(self.group)],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
+        try:
+            self._guard = subprocess.Popen(
+                [sys.executable, process_guard.__file__, str(self.group)],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError:
+            end_group(self.group)
+            raise
         self._lines: collections.deque[str] = collections.deque(maxlen=REMEMBERED_LINES)
         self._reader = threading.Thread(target=self._pass_on, args=(log,), daemon=True)
         self._reader.start()
@@ -79,7 +83,9 @@ class ServerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signals.received[0])
         until = time.monotonic() + STOP_SECONDS
-        while self.exit_code is None and time.monotonic() < until and len(signals.received) < 2:
+        while self.exit_code is None and time.monotonic() < until:
+            if len(signals.received) > 1:
+                end_group(self.group, grace=0.0)
             time.sleep(0.05)
 
     def close(self) -> None:

@@ -70,6 +70,8 @@ def merge_options(
 ) -> VllmOptions:
     """What is given over what the table says, and graphs that fit the drafter's rows."""
     table = released.options if released else VllmOptions()
+    if drafting is None or drafting.rows_per_request is None or options.pipeline_parallel_size:
+        table = replace(table, async_scheduling=None)  # the cards mean it for their own head
     merged = replace(table, **options.given())
     if drafting is None or drafting.rows_per_request is None:
         return replace(merged, max_cudagraph_capture_size=options.max_cudagraph_capture_size)

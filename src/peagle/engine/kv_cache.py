@@ -21,8 +21,8 @@ from peagle.models.drafter import CacheLayout, Span
 # Up to this many query rows the heads of a group are folded into the rows of one product.
 MAX_FOLDED_ROWS = 17
 # The kernel saves torch's 70 us of small operations per span and layer, but torch's products are
-# denser: more multiply-adds than this per span, counted for one head of each group, and torch
-# wins. Measured with 3 key-value heads of 64 on two cores.
+# denser: more multiply-adds than this per span on average, counted for one head of each group,
+# and torch wins. Measured with 3 key-value heads of 64 on two cores.
 MAX_KERNEL_WORK = 1_000_000
 
 

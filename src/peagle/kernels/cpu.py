@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from peagle.kernels.library import cpu_library, threads
+from peagle.kernels.library import Threads, cpu_library
 
 LANES = 8  # head dimensions are whole vectors
 MAX_GROUP = 64  # heads that share a key-value head
@@ -169,6 +169,7 @@ class CpuKernels:
         assert k.shape == v.shape == (n, step.kv_heads, dim)
         (q, q_stride), (k, k_stride), (v, v_stride) = _rows(q), _rows(k), _rows(v)
         out = q.new_empty((n, heads, dim))
+        team = Threads()  # named: it must outlive the call
         self._paged_attention(
             out.data_ptr(),
             q.data_ptr(),
@@ -179,7 +180,7 @@ class CpuKernels:
             v_stride,
             ctypes.addressof(cache),
             ctypes.addressof(step),
-            threads(),
+            ctypes.addressof(team),
         )
         return out
 

@@ -4,7 +4,7 @@
 
 #include "kernels.h"
 
-#include <string.h>
+#include <stddef.h>
 
 /* weight [I, O], bias [O] or none. Mirrored in layer.py, as is `layer`. */
 typedef struct {
@@ -98,6 +98,6 @@ void decoder_layers(float *states, const float *x, const float *inputs, int64_t 
         decoder_layer(states, x, inputs, width, l, &cache, s, scratch);
         x = states;
         states += s->rows * s->hidden;
-        inputs = 0;
+        inputs = NULL;
     }
 }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.cpu import PagedStep
-from peagle.kernels.library import cpu_library, run_on_threads, threads
+from peagle.kernels.library import Threads, cpu_library, run_on_threads
 from peagle.kernels.linear import MAX_ROWS, column_major
 
 
@@ -37,11 +37,13 @@ class LayerTensors(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the weights lie as the kernel reads them."""
-        return all(
-            column_major(p.weight) and p.weight.dtype is torch.float32 and p.weight.is_cpu
-            for p in (self.qkv, self.o, self.gate_up, self.down)
-        )
+        """Whether all of it lies as the kernel reads it."""
+        projections = (self.qkv, self.o, self.gate_up, self.down)
+        vectors = (*self[:4], *(p.bias for p in projections))
+        tensors = [t for t in (*vectors, *(p.weight for p in projections)) if t is not None]
+        in_place = all(t.is_cpu and t.dtype is torch.float32 for t in tensors)
+        whole = all(v.is_contiguous() for v in vectors if v is not None)
+        return in_place and whole and all(column_major(p.weight) for p in projections)
 
 
 class CachePlace(NamedTuple):
@@ -120,6 +122,7 @@ class LayersKernel:
         cos, signed_sin = (part.contiguous() for part in rotation)
         rows, hidden = x.shape
         assert cos.shape == signed_sin.shape == (rows, 1, step.dim)
+        team = Threads()
         state = _State(
             cos.data_ptr(),
             signed_sin.data_ptr(),
@@ -127,7 +130,7 @@ class LayersKernel:
             rows,
             hidden,
             ctypes.addressof(step),
-            threads(),
+            ctypes.addressof(team),
         )
         states = x.new_empty((len(self._layers), rows, hidden))
         heads = 3 * (step.heads + step.kv_heads) * step.dim

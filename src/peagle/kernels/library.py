@@ -30,18 +30,9 @@ class Threads(ctypes.Structure):
     _fields_ = (("count", c_int64), ("run", c_void_p))
 
     def __init__(self) -> None:
+        """As many as torch uses now."""
         run = run_on_threads()
         super().__init__(torch.get_num_threads() if run else 1, run)
-
-
-def threads() -> int:
-    """The address of a Threads that says what torch says now."""
-    return ctypes.addressof(_threads(torch.get_num_threads()))
-
-
-@functools.cache
-def _threads(count: int) -> Threads:
-    return Threads()
 
 
 @functools.cache

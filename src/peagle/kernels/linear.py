@@ -14,7 +14,7 @@ from ctypes import c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from peagle.kernels.library import cpu_library, run_on_threads, threads
+from peagle.kernels.library import Threads, cpu_library, run_on_threads
 
 MAX_ROWS = 32  # beyond, MKL's packed product catches up
 
@@ -23,6 +23,7 @@ def linear_kernel_for(x: Tensor, weight: Tensor) -> LinearKernel | None:
     """The kernel where it may stand in for `F.linear(x, weight)`, else None."""
     fits = (
         x.is_cpu
+        and weight.is_cpu
         and x.dtype is weight.dtype is torch.float32
         and x.dim() == 2
         and x.shape[0] <= MAX_ROWS
@@ -60,6 +61,7 @@ class LinearKernel:
         if x.stride(1) != 1:
             x = x.contiguous()
         out = x.new_empty((rows, outputs))
+        team = Threads()  # named: it must outlive the call
         self._linear(
             out.data_ptr(),
             x.data_ptr(),
@@ -68,6 +70,6 @@ class LinearKernel:
             rows,
             inputs,
             outputs,
-            threads(),
+            ctypes.addressof(team),
         )
         return out

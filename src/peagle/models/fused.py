@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -31,14 +30,14 @@ class Layer(Protocol):
 class FusedLayers:
     """Beside the modules, not instead of them: `__call__` gives None where they must run.
 
-    Tensors are looked up once, because the lookups cost as much as the layer. Before each call
-    their addresses are compared, so weights that were replaced or moved are found again.
+    Modules are looked up once, because the lookups cost as much as the layer. Before each call
+    the parameters' addresses are compared, so weights that were replaced or moved are found
+    again; a submodule that was replaced is not, and hooks of submodules do not run.
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = layers
-        self._addresses: list[int] = []
-        self._kernel: LayersKernel | None = None
+        self._bound: tuple[list[int], LayersKernel | None] = ([], None)
 
     def __call__(
         self,
@@ -54,8 +53,8 @@ class FusedLayers:
         kernel = self._current() if place else None
         return None if kernel is None or place is None else kernel(x, inputs, rotation, place)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FusedLayers:
-        return FusedLayers(copy.deepcopy(self._layers, memo))  # bound to its own weights later
+    def __reduce__(self) -> tuple[type[FusedLayers], tuple[Sequence[Layer]]]:
+        return FusedLayers, (self._layers,)  # a copy is bound to its own weights later
 
     @cached_property
     def _owners(self) -> list[tuple[dict[str, Any], str]]:
@@ -66,10 +65,11 @@ class FusedLayers:
     def _current(self) -> LayersKernel | None:
         found = [parameters[name] for parameters, name in self._owners]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in found]
-        if addresses != self._addresses:
-            self._addresses = addresses
-            self._kernel = _bind([_tensors(layer) for layer in self._layers])
-        return self._kernel
+        known, kernel = self._bound
+        if addresses != known:
+            kernel = _bind([_tensors(layer) for layer in self._layers])
+            self._bound = addresses, kernel  # at once: another thread may read it
+        return kernel
 
 
 def _bind(layers: Sequence[LayerTensors]) -> LayersKernel | None:

@@ -60,9 +60,10 @@ class VllmSection:
     endpoint: str | None = None  # a server that shares a file system with us; None: we start one
     # Where states pass through: deleted when read. None: as the server says; for our own, memory
     folder: str | None = None
-    command: str = "vllm serve"  # for our own server: what stands before the model's folder ...
-    args: tuple[str, ...] = ()  # ... and further flags, e.g. --tensor-parallel-size=8
-    devices: str | None = None  # ... its CUDA_VISIBLE_DEVICES
+    # For our own server: what stands before the model's folder; None: the vLLM that is installed
+    command: str | None = None
+    args: tuple[str, ...] = ()  # further flags, e.g. --tensor-parallel-size=8
+    devices: str | None = None  # its CUDA_VISIBLE_DEVICES
     device: Literal["auto", "cuda", "cpu"] = "auto"
     requests: int = 64  # documents in flight
     start_minutes: float = 30.0

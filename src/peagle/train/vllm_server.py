@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
+from peagle.backends.vllm_log import last_words
+from peagle.backends.vllm_server import is_healthy
 from peagle.errors import ModelError
 from peagle.train import keeper
 
@@ -119,13 +118,16 @@ class VllmServer:
     def still_alive(self) -> None:
         if self._keeper.poll() is not None:
             raise ModelError(
-                f"vLLM ended with {self._keeper.returncode}: {last_words(self.log)}",
+                f"vLLM ended with {self._keeper.returncode}: {last_words(self._log_lines())}",
                 hint=f"its log is {self.log}",
             )
 
+    def _log_lines(self) -> list[str]:
+        return self.log.read_text("utf-8", "replace").splitlines()
+
     def _wait(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        while not answers(f"{self.url}/health"):
+        while not is_healthy(f"{self.url}/health"):
             self.still_alive()
             if time.monotonic() > deadline:
                 self.close()
@@ -155,20 +157,3 @@ def free_port() -> int:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         return port
-
-
-def answers(url: str) -> bool:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(url, timeout=5.0):
-            return True
-    except (OSError, urllib.error.URLError):
-        return False
-
-
-def last_words(log: Path) -> str:
-    """The first error, for vLLM's later ones only say that it failed; else the last line."""
-    lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines()]
-    lines = [line for line in lines if line]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception):", line)]
-    return (errors[:1] or lines[-1:] or ["no word in its log"])[0][:300]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import torch
 
+from peagle.backends.vllm_install import find_vllm
 from peagle.checkpoints.references import resolve_model
-from peagle.errors import ConfigError, DataError
+from peagle.errors import BackendError, ConfigError, DataError
 from peagle.models.config import DecoderConfig
 from peagle.models.target import TargetModel
 from peagle.train.endpoint import Endpoint
@@ -91,7 +93,7 @@ def plan_server(section: VllmSection, need: Need, root: Path, num_requests: int)
         dtype=str(need.dtype).removeprefix("torch."),
         num_requests=num_requests,
         on_gpu=on_gpu,
-        command=section.command,
+        command=section.command or installed_command(),
         args=section.args,
         devices=section.devices,
     )
@@ -119,11 +121,20 @@ def make_room(section: VllmSection, need: Need) -> tuple[Path, int]:
     return folder, min(fitting[name], section.requests)
 
 
+def installed_command() -> str:
+    """How the vLLM on this machine is started; vLLM's own word where there is none."""
+    try:
+        return shlex.join(find_vllm().program)
+    except BackendError:
+        return "vllm serve"
+
+
 def shell_command(recipe: Recipe) -> str:
     """What to start where `vllm.endpoint` will be; nothing is loaded."""
     section, inputs = recipe.vllm, read_inputs(recipe)
     taps, longest = inputs.head.aux_hidden_state_layer_ids, int(inputs.dataset.lengths.max())
-    dtype = torch.float32 if section.device == "cpu" else torch.bfloat16
+    on_gpu = section.device == "cuda" or (section.device == "auto" and torch.cuda.is_available())
+    dtype = torch.bfloat16 if on_gpu else torch.float32
     need = Need(recipe.target.model, inputs.sizes, taps, longest, dtype)
     root = Path(section.folder or MEMORY / "peagle-states")
     return plan_server(section, need, root, section.requests).shell_command()
