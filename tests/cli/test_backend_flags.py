@@ -58,6 +58,7 @@ def test_vllm_gets_its_flags_and_those_of_both(shell: Shell, vllm: list[VllmOpti
             enforce_eager=True,
             enable_prefix_caching=False,
             block_size=32,
+            max_num_seqs=4,
         )
     ]
     assert shell.llm.config == EngineConfig(max_num_seqs=4, block_size=32)

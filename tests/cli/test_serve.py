@@ -98,6 +98,8 @@ def test_json_takes_vllm_s_keys(shell: Shell) -> None:
         ([*VLLM, "gpt-oss-20"], "no model 'gpt-oss-20'", "did you mean gpt-oss-20b?"),
         ([*VLLM, "org/m", "stray"], "unexpected argument 'stray'", "after `--`"),
         ([*VLLM, "org/m", "--", "--port=1"], "--port after `--`", "before `--`"),
+        ([*VLLM, "org/m", "--", "-tp", "2"], "-tp after `--`", "before `--`"),
+        ([*VLLM, "org/m", "--", "--speculative-config.model=x"], "after `--`", "before `--`"),
         ([*VLLM, "org/m", "--", "--no-enforce_eager"], "--enforce-eager after", "before `--`"),
         ([*VLLM, "org/m", "--spec-model", "no-head"], "no head 'no-head'", "shipped head"),
         ([*VLLM, "gpt-oss-20b", "--spec-tokens", "11"], "was trained for 10", "--spec-tokens 10"),

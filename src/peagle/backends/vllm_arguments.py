@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peagle.backends.released import ReleasedModel, find_released
+from peagle.backends.released import find_released
 from peagle.backends.vllm_command import merge_options
 from peagle.backends.vllm_drafting import Drafting, plan_drafting
 from peagle.backends.vllm_models import find_target
@@ -18,6 +18,8 @@ from peagle.checkpoints.references import resolve_model
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.errors import ConfigError
 from peagle.sampling_params import MAX_LOGPROBS
+
+SMALLEST_BUDGET = 2048  # vLLM's own default is this or more, by device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,7 @@ def engine_arguments(
     target = find_target(model, fetch=True)
     folder = resolve_model(target.reference)  # a Hugging Face id is fetched here
     target = replace(target, reference=str(folder), config=read_json(folder / CONFIG))
-    options = replace(_asked_of(engine, released), **options.given())
+    options = replace(_asked_of(engine), **options.given())
     drafting = plan_drafting(_given(drafter), target, max_model_len=options.max_model_len)
     if drafting is not None:
         _prepare_head(drafting, folder)
@@ -80,25 +82,12 @@ def refuse_what_one_process_cannot(engine: EngineConfig, options: VllmOptions) -
         )
 
 
-def _asked_of(engine: EngineConfig, released: ReleasedModel | None) -> VllmOptions:
-    """A released model's card goes before our defaults, but not before what the user says."""
-    options = _shared(engine)
-    if released is None:
-        return options
-    defaults = _shared(EngineConfig()).given()
-    given = {name: value for name, value in options.given().items() if value != defaults.get(name)}
-    return VllmOptions(**given)
-
-
-def _shared(engine: EngineConfig) -> VllmOptions:
-    """What both engines know. Blocks and memory of the embedded engine are its own."""
-    return VllmOptions(
-        dtype=engine.dtype,
-        seed=engine.seed,
-        max_model_len=engine.max_model_len,
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-    )
+def _asked_of(engine: EngineConfig) -> VllmOptions:
+    """What both engines know and the caller chose: our own defaults are for our own engine."""
+    names = ("dtype", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+    chosen = {name: getattr(engine, name) for name in names}
+    defaults = EngineConfig()
+    return VllmOptions(**{n: v for n, v in chosen.items() if v != getattr(defaults, n)})
 
 
 def _given(drafter: SpeculativeConfig | None) -> dict[str, Any]:
@@ -121,7 +110,8 @@ def _with_room(options: VllmOptions, drafting: Drafting | None) -> VllmOptions:
     if drafting is None or drafting.rows_per_request is None:
         return options
     needed = drafting.rows_per_request * (options.max_num_seqs or 1)
-    return replace(options, max_num_batched_tokens=max(options.max_num_batched_tokens or 0, needed))
+    budget = options.max_num_batched_tokens or SMALLEST_BUDGET
+    return options if needed <= budget else replace(options, max_num_batched_tokens=needed)
 
 
 def _keywords(folder: Path, options: VllmOptions, drafting: Drafting | None) -> dict[str, Any]:

@@ -51,10 +51,10 @@ class VllmBackend:
         self.model_path: Path = arguments.model_path
         self.method = arguments.method
         self.num_speculative_tokens = arguments.num_speculative_tokens
-        self.max_num_seqs = arguments.options.max_num_seqs or EngineConfig.max_num_seqs
         self.stats = SpecDecodeStats()
         self._prompts = PromptReader(load_tokenizer(self.model_path))
         self._engine = start_engine(arguments.keywords, world_size=arguments.options.world_size)
+        self.max_num_seqs: int = self._engine.vllm_config.scheduler_config.max_num_seqs
         config = self._engine.vllm_config.model_config
         self.max_model_len, self._vocab_size = config.max_model_len, config.get_vocab_size()
         self._counter = itertools.count()

@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from peagle.backends.released import ReleasedModel, find_released
@@ -25,6 +26,7 @@ class VllmCommand:
     target: str
     arguments: tuple[str, ...]  # all that follows the target
     export: Export | None = None
+    local_head: Path | None = None  # one that goes to vLLM as it is
     notes: tuple[str, ...] = ()
 
     @property
@@ -61,8 +63,17 @@ def build_command(
         target=target.reference,
         arguments=(*words, *extra),
         export=drafting.export if drafting else None,
+        local_head=_local_head(drafting),
         notes=drafting.notes if drafting else (),
     )
+
+
+def _local_head(drafting: Drafting | None) -> Path | None:
+    """A head on this machine that goes to vLLM as it is."""
+    if drafting is None or drafting.export is not None:
+        return None
+    head = drafting.config.get("model")
+    return Path(head) if head is not None and Path(head).is_dir() else None
 
 
 def merge_options(

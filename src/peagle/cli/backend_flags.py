@@ -43,6 +43,8 @@ class BackendFlags:
         if self.backend == "vllm":
             return VllmOptions(
                 **given,
+                max_num_seqs=engine.max_num_seqs,
+                max_num_batched_tokens=engine.max_num_batched_tokens,
                 block_size=engine.block_size,
                 kv_cache_memory_bytes=engine.kv_cache_memory_bytes,
             )

@@ -111,10 +111,12 @@ class EngineFlags:
     max_model_len: Annotated[
         int | None, _engine("Longest prompt and answer together; default: the model's.")
     ] = EngineConfig.max_model_len
-    max_num_seqs: Annotated[int, _engine("Requests at once.")] = EngineConfig.max_num_seqs
-    max_num_batched_tokens: Annotated[int, _engine("Tokens per step.")] = (
-        EngineConfig.max_num_batched_tokens
-    )
+    max_num_seqs: Annotated[
+        int | None, _engine(f"Requests at once; embedded: {EngineConfig.max_num_seqs}.")
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int | None, _engine(f"Tokens per step; embedded: {EngineConfig.max_num_batched_tokens}.")
+    ] = None
     block_size: Annotated[
         int | None, _engine(f"Tokens per KV block; embedded: {EngineConfig.block_size}.")
     ] = None

