@@ -57,8 +57,9 @@ class FirstLayer(nn.Module):
         return residual, torch.cat((self.input_layernorm(embeddings), normed), dim=-1)
 
     def forward(
-        self, residual: Tensor, inputs: Tensor, rotation: Rotation, attention: Attention
+        self, embeddings: Tensor, features: Tensor, rotation: Rotation, attention: Attention
     ) -> Tensor:
+        residual, inputs = self.inputs(embeddings, features)
         x = residual + self.self_attn(inputs, rotation, attention)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
@@ -128,13 +129,14 @@ class EagleNetwork(nn.Module):
     ) -> Tensor:
         """[N, H] twice and positions [N] -> hidden states [N, H] before the final norm."""
         rotation = self.rotary(positions, features.dtype)
-        first = self.layers[0]
-        assert isinstance(first, FirstLayer)
-        residual, inputs = first.inputs(embeddings, features)
-        states = self._fused(residual, inputs, rotation, attention)
-        if states is not None:
-            return states[-1]
-        x = first(residual, inputs, rotation, attention)
+        if self._fused.may_run(features, attention):
+            first = self.layers[0]
+            assert isinstance(first, FirstLayer)
+            states = self._fused(*first.inputs(embeddings, features), rotation, attention)
+            if states is not None:
+                return states[-1]
+        # Through its forward: FSDP and torch.compile hang on it.
+        x = self.layers[0](embeddings, features, rotation, attention)
         for layer in self.layers[1:]:
             x = layer(x, rotation, attention)
         return x  # type: ignore[no-any-return]

@@ -47,11 +47,16 @@ class FusedLayers:
         attention: Attention,
     ) -> Tensor | None:
         """-> [L, N, H]: the output of every layer."""
-        if not (isinstance(attention, CachedAttention) and kernel_takes(x)):
+        if not (self.may_run(x, attention) and isinstance(attention, CachedAttention)):
             return None
         place = attention.kernel_place(self._layers[0].self_attn.num_heads)
         kernel = self._current() if place else None
         return None if kernel is None or place is None else kernel(x, inputs, rotation, place)
+
+    @staticmethod
+    def may_run(x: Tensor, attention: Attention) -> bool:
+        """False wherever gradients, another device or another cache leave no doubt."""
+        return isinstance(attention, CachedAttention) and kernel_takes(x)
 
     def __reduce__(self) -> tuple[type[FusedLayers], tuple[Sequence[Layer]]]:
         return FusedLayers, (self._layers,)  # a copy is bound to its own weights later
