@@ -1,4 +1,4 @@
-"""What `generate`, `bench`, `prepare` and the server see of an engine. Two implementations:
+"""What `generate` and `prepare` see of an engine. Two implementations:
 `peagle.LLM`, the embedded engine, satisfies it as it is; `vllm_backend.VllmBackend` is vLLM."""
 
 from __future__ import annotations

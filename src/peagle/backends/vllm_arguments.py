@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.backends.released import find_released
-from peagle.backends.vllm_command import merge_options
+from peagle.backends.vllm_command import local_head, merge_options
 from peagle.backends.vllm_drafting import Drafting, plan_drafting
 from peagle.backends.vllm_models import find_target
 from peagle.backends.vllm_options import VllmOptions
@@ -61,11 +61,10 @@ def _prepare_head(drafting: Drafting, target: Path) -> None:
     if drafting.export is not None:
         drafting.export.run()
         return
-    head = drafting.config.get("model")
-    if head is not None and Path(head).is_dir():
+    if head := local_head(drafting):
         from peagle.backends.vllm_checks import check_head
 
-        check_head(Path(head), target)
+        check_head(head, target)
 
 
 def refuse_what_one_process_cannot(engine: EngineConfig, options: VllmOptions) -> None:
@@ -78,7 +77,7 @@ def refuse_what_one_process_cannot(engine: EngineConfig, options: VllmOptions) -
         raise ConfigError(
             f"data_parallel_size={options.data_parallel_size} needs vLLM's server: "
             "an engine in this process is one copy of the model",
-            hint="peagle serve --backend vllm, then prepare or bench against its URL",
+            hint="peagle serve --backend vllm, then prepare against its URL",
         )
 
 

@@ -63,12 +63,12 @@ def build_command(
         target=target.reference,
         arguments=(*words, *extra),
         export=drafting.export if drafting else None,
-        local_head=_local_head(drafting),
+        local_head=local_head(drafting),
         notes=drafting.notes if drafting else (),
     )
 
 
-def _local_head(drafting: Drafting | None) -> Path | None:
+def local_head(drafting: Drafting | None) -> Path | None:
     """A head on this machine that goes to vLLM as it is."""
     if drafting is None or drafting.export is not None:
         return None

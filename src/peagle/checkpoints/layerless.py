@@ -17,7 +17,7 @@ from peagle.checkpoints.files import iter_tensors
 from peagle.checkpoints.references import load_config
 from peagle.checkpoints.weights import load_weights
 from peagle.errors import ModelError
-from peagle.models.config import SUPPORTED_MODEL_TYPES, DecoderConfig, rope_parameters
+from peagle.models.config import SUPPORTED_MODEL_TYPES, DecoderConfig
 from peagle.models.target import TargetModel
 
 # Their embedding is not scaled and their final norm is plain RMSNorm.
@@ -47,21 +47,7 @@ def decoder_sizes(config: Any) -> DecoderConfig:
             f"the final norm of model type {config.model_type!r} is not known",
             hint=f"known: {known}",
         )
-    inverse_frequencies, rope_scale = rope_parameters(config)
-    return DecoderConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
-        max_position_embeddings=config.max_position_embeddings,
-        rms_norm_eps=config.rms_norm_eps,
-        inverse_frequencies=inverse_frequencies,
-        rope_scale=rope_scale,
-        tie_word_embeddings=config.tie_word_embeddings,
-    )
+    return DecoderConfig.sizes_of(config)
 
 
 def _stored(folder: Path, tied: bool) -> Iterator[tuple[str, Tensor]]:

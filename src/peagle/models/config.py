@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,19 +40,10 @@ class DecoderConfig:
         return self.sliding_windows[layer] if self.sliding_windows else None
 
     @classmethod
-    def from_transformers(cls, config: Any) -> DecoderConfig:
-        family = config.model_type
-        if family not in SUPPORTED_MODEL_TYPES:
-            raise ModelError(
-                f"model type {family!r} has no native implementation",
-                hint=f"supported: {', '.join(SUPPORTED_MODEL_TYPES)}",
-            )
-        if config.hidden_act != "silu":
-            raise ModelError(f"activation {config.hidden_act!r} is not supported", hint="silu is")
+    def sizes_of(cls, config: Any) -> DecoderConfig:
+        """What every family says in the same words; its own habits are left at their defaults."""
         inverse_frequencies, rope_scale = rope_parameters(config)
         head_dim = getattr(config, "head_dim", None)
-        llama_bias = family == "llama" and config.attention_bias
-        qwen3_bias = family == "qwen3" and config.attention_bias
         return cls(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
@@ -65,11 +56,27 @@ class DecoderConfig:
             rms_norm_eps=config.rms_norm_eps,
             inverse_frequencies=inverse_frequencies,
             rope_scale=rope_scale,
+            tie_word_embeddings=config.tie_word_embeddings,
+        )
+
+    @classmethod
+    def from_transformers(cls, config: Any) -> DecoderConfig:
+        family = config.model_type
+        if family not in SUPPORTED_MODEL_TYPES:
+            raise ModelError(
+                f"model type {family!r} has no native implementation",
+                hint=f"supported: {', '.join(SUPPORTED_MODEL_TYPES)}",
+            )
+        if config.hidden_act != "silu":
+            raise ModelError(f"activation {config.hidden_act!r} is not supported", hint="silu is")
+        llama_bias = family == "llama" and config.attention_bias
+        qwen3_bias = family == "qwen3" and config.attention_bias
+        return replace(
+            cls.sizes_of(config),
             qkv_bias=llama_bias or qwen3_bias or family == "qwen2",
             output_bias=llama_bias or qwen3_bias,
             mlp_bias=family == "llama" and config.mlp_bias,
             qk_norm=family == "qwen3",
-            tie_word_embeddings=config.tie_word_embeddings,
             sliding_windows=_sliding_windows(config),
         )
 
