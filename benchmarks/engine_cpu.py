@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--memory-job", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.memory_job:
-        print(memory_job())  # noqa: T201
+        print(memory_job())
         return
     result = measure(args.repeats) | {
         "peak_memory_gib": peak_memory_gib(),
@@ -176,7 +176,7 @@ def main() -> None:
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         write_json(args.out, result)
-    print(json.dumps(result))  # noqa: T201
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -182,8 +182,10 @@ def plain(args: argparse.Namespace, trainer: Trainer, planned: PlannedRow) -> di
 
 def estimate(network: EagleNetwork, rows: int, args: argparse.Namespace) -> float:
     """What `partitions: auto` believes, in GiB."""
-    fixed = fixed_bytes(network, args.tokens, args.chunk_rows, 2)
-    return (fixed + rows * row_bytes(network.config, 2, activation_checkpointing=False)) / GIB
+    compiled = torch.cuda.is_available()
+    fixed = fixed_bytes(network, args.tokens, args.chunk_rows, 2, compiled=compiled)
+    per_row = row_bytes(network.config, 2, activation_checkpointing=False, compiled=compiled)
+    return (fixed + rows * per_row) / GIB
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -233,7 +235,7 @@ def free(device: torch.device) -> None:
 
 
 def report(entry: dict[str, Any]) -> None:
-    print(json.dumps(entry), flush=True)  # noqa: T201
+    print(json.dumps(entry), flush=True)
 
 
 def main() -> None:
@@ -254,7 +256,7 @@ def main() -> None:
     result = run(args) | {"workload": workload, "provenance": provenance(probe_torch=True)}
     if args.out:
         write_json(args.out, result)
-    print(json.dumps(result))  # noqa: T201
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -34,3 +35,8 @@ def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+# Triton reads it once, when it is first imported, and torch may do that in any conftest or test.
+if not _has_cuda():
+    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -12,6 +12,7 @@ from peagle.errors import ConfigError
 
 Method = Literal["p-eagle", "eagle3", "ngram", "none"]
 Verification = Literal["coupled", "rejection"]
+Quantization = Literal["fp8"]
 
 MAX_SPECULATIVE_TOKENS = 64
 DEFAULT_SPECULATIVE_TOKENS = 5
@@ -81,9 +82,13 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
     block_size: int = 16
-    kv_cache_memory_bytes: int = 2 << 30  # an upper bound; pages are touched only when used
+    quantization: Quantization | None = None  # of the target's linear layers
+    gpu_memory_utilization: float = 0.9  # share of the GPU's memory that all of it may take
+    kv_cache_memory_bytes: int | None = None  # None: on a GPU what is free, see engine/memory.py
 
     def __post_init__(self) -> None:
+        _check_choice("quantization", self.quantization, (*get_args(Quantization), None))
+        _check_memory(self.gpu_memory_utilization, self.kv_cache_memory_bytes)
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is out of range", hint="use >= 1")
@@ -103,6 +108,15 @@ def from_mapping(cls: type[_Config], options: Mapping[str, Any], where: str) -> 
                 hint=f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(known)}",
             )
     return cls(**options)
+
+
+def _check_memory(share: float, cache_bytes: int | None) -> None:
+    if not 0 < share <= 1:
+        raise ConfigError(
+            f"gpu_memory_utilization={share} is out of range", hint="use a share in (0, 1]"
+        )
+    if cache_bytes is not None and cache_bytes < 1:
+        raise ConfigError(f"kv_cache_memory_bytes={cache_bytes} is out of range", hint="use >= 1")
 
 
 def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -144,6 +144,18 @@ def test_a_head_in_vllms_layout_is_checked_for_missing_tensors(
         engine_arguments(model, ENGINE, drafter(str(file.parent)), VllmOptions())
 
 
+def test_memory_and_quantization_of_the_engines_config_reach_vllm(model: str) -> None:
+    asked = {
+        "quantization": "fp8",
+        "gpu_memory_utilization": 0.5,
+        "kv_cache_memory_bytes": 1 << 20,
+    }
+    engine = EngineConfig(**asked)  # type: ignore[arg-type]
+    keywords = engine_arguments(model, engine, None, VllmOptions()).keywords
+    assert {name: keywords[name] for name in asked} == asked
+    assert not set(asked) & set(engine_arguments(model, ENGINE, None, VllmOptions()).keywords)
+
+
 @pytest.mark.parametrize("name", ["tensor_parallel_size", "max_num_seqs", "block_size"])
 def test_sizes_are_at_least_one(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=0"):

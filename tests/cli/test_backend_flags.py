@@ -46,14 +46,14 @@ def test_the_embedded_engine_is_the_default(shell: Shell, vllm: list[VllmOptions
 
 def test_vllm_gets_its_flags_and_those_of_both(shell: Shell, vllm: list[VllmOptions]) -> None:
     flags = (
-        "--backend vllm --tensor-parallel-size 2 --quantization fp8 --gpu-memory-utilization 0.8 "
+        "--backend vllm --tensor-parallel-size 2 --quantization awq --gpu-memory-utilization 0.8 "
         "--enforce-eager --no-enable-prefix-caching --block-size 32 --max-num-seqs 4"
     )
     assert shell("generate", "m", "Hi", *flags.split()) == 0
     assert vllm == [
         VllmOptions(
             tensor_parallel_size=2,
-            quantization="fp8",
+            quantization="awq",  # the embedded engine does not know it
             gpu_memory_utilization=0.8,
             enforce_eager=True,
             enable_prefix_caching=False,
@@ -61,7 +61,8 @@ def test_vllm_gets_its_flags_and_those_of_both(shell: Shell, vllm: list[VllmOpti
             max_num_seqs=4,
         )
     ]
-    assert shell.llm.config == EngineConfig(max_num_seqs=4, block_size=32)
+    given = EngineConfig(max_num_seqs=4, block_size=32, gpu_memory_utilization=0.8)
+    assert shell.llm.config == given
     assert shell.llm.closed
 
 
@@ -71,7 +72,7 @@ def test_what_is_not_given_is_left_to_vllm(shell: Shell, vllm: list[VllmOptions]
 
 
 @pytest.mark.parametrize(
-    "flags", ["--tensor-parallel-size 2", "--quantization fp8", "--enforce-eager"]
+    "flags", ["--tensor-parallel-size 2", "--kv-cache-dtype fp8", "--enforce-eager"]
 )
 @pytest.mark.parametrize("verb", ["generate m Hi", "prepare --model m --prompts p --out o"])
 def test_the_embedded_engine_refuses_vllms_flags_by_name(

@@ -49,7 +49,8 @@ def test_sampling_flags_reach_the_engine(shell: Shell) -> None:
 def test_engine_flags_reach_the_engine(shell: Shell) -> None:
     flags = (
         "--dtype float32 --device cpu --max-model-len 99 --max-num-seqs 2 "
-        "--max-num-batched-tokens 64 --block-size 8 --kv-cache-memory-bytes 1000000"
+        "--max-num-batched-tokens 64 --block-size 8 --kv-cache-memory-bytes 1000000 "
+        "--quantization fp8 --gpu-memory-utilization 0.8"
     )
     assert shell("generate", "m", "Hi", *flags.split()) == 0
     assert shell.llm.config == EngineConfig(
@@ -60,6 +61,8 @@ def test_engine_flags_reach_the_engine(shell: Shell) -> None:
         max_num_batched_tokens=64,
         block_size=8,
         kv_cache_memory_bytes=1_000_000,
+        quantization="fp8",
+        gpu_memory_utilization=0.8,
     )
 
 
@@ -110,6 +113,9 @@ BAD = {
     "--min-tokens 300": "min_tokens=300 is more than max_tokens=256",
     "--max-tokens many": "Invalid value for '--max-tokens'",
     "--block-size 0": "block_size=0 is out of range",
+    "--quantization awq": "quantization='awq' is unknown",
+    "--gpu-memory-utilization 1.5": "gpu_memory_utilization=1.5 is out of range",
+    "--kv-cache-memory-bytes 0": "kv_cache_memory_bytes=0 is out of range",
     "--raw --system x": "--system needs the chat template",
     "--logprobs 2": "--logprobs shows in the JSON document alone",
     "--prompts-file x": "PROMPT and --prompts-file were both given",

@@ -40,6 +40,7 @@ def test_states_captured_through_vllm_are_those_of_the_embedded_target(
     ("flags", "message"),
     [
         (("--vllm", "requests=3"), "--backend vllm"),
+        (("--backend", "vllm", "--quantization", "fp8"), "args=[--quantization=fp8]"),
         (("--backend", "vllm", "--vllm", "request=3"), "did you mean 'requests'"),
         (("--backend", "vllm", "--vllm", "requests=0"), "out of range"),
         (("--backend", "vllm", "--vllm", "endpoint=http://127.0.0.1:9"), "no vLLM server"),

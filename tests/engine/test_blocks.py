@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from peagle.engine.blocks import BlockAllocator, BlockTable
+from peagle.engine.free_ranges import FreeRanges
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 3
 
 
 class Allocation(RuleBasedStateMachine):
+    contiguous = True
+
     def __init__(self) -> None:
         super().__init__()
-        self.allocator = BlockAllocator(NUM_BLOCKS, BLOCK_SIZE)
+        self.allocator = BlockAllocator(NUM_BLOCKS, BLOCK_SIZE, self.contiguous)
         self.tables: list[BlockTable] = []
         self.grown: list[int] = []  # tokens each table has room for
 
@@ -79,9 +86,92 @@ class Allocation(RuleBasedStateMachine):
         assert len(set(slots)) == len(slots)
         assert all(0 <= s < NUM_BLOCKS * BLOCK_SIZE for s in slots)
 
+    def teardown(self) -> None:
+        for table in self.tables:
+            self.allocator.close_table(table)
+        self.allocator.check([])
+        if self.contiguous:  # nothing stays reserved or split: all blocks are one range again
+            whole = self.allocator.open_table(NUM_BLOCKS * BLOCK_SIZE)
+            assert whole.reserved == range(NUM_BLOCKS)
+
+
+class StackAllocation(Allocation):
+    contiguous = False
+
 
 Allocation.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
+StackAllocation.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
 TestAllocation = Allocation.TestCase
+TestStackAllocation = StackAllocation.TestCase
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60),
+    st.integers(1, 11),
+)
+def test_free_ranges_are_a_set_of_blocks(changes: list[tuple[bool, int]], length: int) -> None:
+    ranges, blocks = FreeRanges(10), set(range(10))
+    for adds, block in changes:
+        if adds == (block in blocks):  # would be our own mistake
+            with pytest.raises(AssertionError, match=f"block {block} is"):
+                (ranges.add if adds else ranges.remove)(block)
+            continue
+        (ranges.add if adds else ranges.remove)(block)
+        (blocks.add if adds else blocks.remove)(block)
+    assert ranges.size == len(blocks)
+    assert {b for b in range(-1, 12) if b in ranges} == blocks
+    assert [b for r in ranges.ranges for b in r] == sorted(blocks)
+    assert all(b.start > a.stop for a, b in zip(ranges.ranges, ranges.ranges[1:], strict=False))
+    assert ranges.lowest == min(blocks, default=None)
+    runs = (range(s, s + length) for s in range(10))
+    assert ranges.first_run(length) == next((r for r in runs if blocks.issuperset(r)), range(0))
+
+
+def test_a_stack_reserves_nothing_and_hands_out_what_came_back_last() -> None:
+    allocator = BlockAllocator(6, 1, contiguous=False)
+    first, second = allocator.open_table(6), allocator.open_table(6)
+    assert first.reserved == second.reserved == range(0)
+    assert allocator.grow(first, 2)
+    assert allocator.grow(second, 2)
+    assert (first.blocks, second.blocks) == ([0, 1], [2, 3])
+    assert allocator.grow(first, 3)
+    assert not first.contiguous
+    allocator.close_table(second)
+    third = allocator.open_table(6)
+    assert allocator.grow(third, 3)
+    assert third.blocks == [2, 3, 5]
+    assert not allocator.grow(first, 4)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_the_time_of_a_block_does_not_grow_with_the_number_of_blocks(contiguous: bool) -> None:
+    """Counted in steps of Python, not in seconds."""
+    assert _lines_run(100_000, contiguous) <= 1.2 * _lines_run(1_000, contiguous)
+
+
+def _lines_run(num_blocks: int, contiguous: bool) -> int:
+    """Lines that serve 30 tables of 20 blocks each, beside each other and beyond their ranges."""
+    allocator = BlockAllocator(num_blocks, 1, contiguous)
+    lines = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        tables = [allocator.open_table(5) for _ in range(30)]
+        for length in range(1, 21):
+            for table in tables:
+                allocator.grow(table, length)
+        for table in tables[::2]:
+            allocator.close_table(table)
+        allocator.check(tables[1::2])
+    finally:
+        sys.settrace(before)
+    return lines
 
 
 def test_tables_that_fit_grow_side_by_side_in_one_piece_each() -> None:
@@ -147,8 +237,9 @@ def test_growing_in_vain_takes_nothing() -> None:
     assert allocator.num_free == 1
 
 
-def test_freeing_twice_and_losing_blocks_are_noticed() -> None:
-    allocator = BlockAllocator(3, 2)
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_freeing_twice_and_losing_blocks_are_noticed(contiguous: bool) -> None:
+    allocator = BlockAllocator(3, 2, contiguous)
     table = allocator.open_table(2)
     assert allocator.grow(table, 2)
     with pytest.raises(AssertionError, match="a block is lost"):

@@ -115,4 +115,5 @@ def test_rows_left_by_rejected_drafts_are_overwritten_before_they_are_seen() -> 
 
 def test_slot_bytes_counts_keys_and_values_of_all_layers() -> None:
     cache = PagedKVCache(LAYOUT, 10, torch.float32, torch.device("cpu"))
-    assert 10 * slot_bytes(LAYOUT, torch.float32) == cache.keys.nbytes + cache.values.nbytes
+    slots = 10 + 1  # and the trash
+    assert slots * slot_bytes(LAYOUT, torch.float32) == cache.keys.nbytes + cache.values.nbytes

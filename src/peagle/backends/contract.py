@@ -1,4 +1,4 @@
-"""What `generate` and `prepare` see of an engine. Two implementations:
+"""What `generate`, `prepare` and `bench` see of an engine. Two implementations:
 `peagle.LLM`, the embedded engine, satisfies it as it is; `vllm_backend.VllmBackend` is vLLM."""
 
 from __future__ import annotations
@@ -7,10 +7,24 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from peagle.engine.prompts import Message, Prompt
+from peagle.engine.prompts import Message, Prompt, TokenizedPrompt
 from peagle.outputs import RequestOutput
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.statistics import SpecDecodeStats
+
+
+class OpenPrompt(Protocol):
+    """A prompt that is being answered."""
+
+    @property
+    def finished(self) -> bool: ...
+
+    @property
+    def num_output_tokens(self) -> int:
+        """So far; cheap, where `output` copies everything."""
+        ...
+
+    def output(self) -> RequestOutput: ...
 
 
 class Backend(Protocol):
@@ -61,6 +75,21 @@ class Backend(Protocol):
     ) -> Generator[RequestOutput, None, None]:
         """Yields the growing output of one prompt. Streams may be read side by side; closing
         one cancels its request."""
+        ...
+
+    def open(
+        self, prompt: TokenizedPrompt, params: SamplingParams, *, streamed: bool = False
+    ) -> OpenPrompt:
+        """Queues a prompt, for callers that drive many side by side. `streamed`: `step` reports
+        it whenever it grows, not only when it ends."""
+        ...
+
+    def step(self) -> Sequence[OpenPrompt]:
+        """Advances every open prompt; -> those that got something new, each once."""
+        ...
+
+    def abort(self, prompt: Any) -> None:
+        """Gives up what `open` returned."""
         ...
 
     def close(self) -> None:

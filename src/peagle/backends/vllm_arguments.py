@@ -83,7 +83,10 @@ def refuse_what_one_process_cannot(engine: EngineConfig, options: VllmOptions) -
 
 def _asked_of(engine: EngineConfig) -> VllmOptions:
     """What both engines know and the caller chose: our own defaults are for our own engine."""
-    names = ("dtype", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+    names = (
+        *("dtype", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+        *("quantization", "gpu_memory_utilization", "kv_cache_memory_bytes"),
+    )
     chosen = {name: getattr(engine, name) for name in names}
     defaults = EngineConfig()
     return VllmOptions(**{n: v for n, v in chosen.items() if v != getattr(defaults, n)})

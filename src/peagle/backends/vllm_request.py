@@ -24,6 +24,10 @@ class OpenRequest:
     num_updates: int = 0
     _answers: dict[int, Any] = field(default_factory=dict)  # index -> vLLM's latest output of it
 
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(answer.token_ids) for answer in self._answers.values())
+
     def take(self, output: Any) -> None:
         """Takes one of vLLM's RequestOutputs; with n > 1 each brings some of the answers."""
         self.num_updates += 1

@@ -27,8 +27,6 @@ class BackendFlags:
     tensor_parallel_size: Annotated[int | None, _vllm("GPUs that share each layer.")] = None
     pipeline_parallel_size: Annotated[int | None, _vllm("Groups of layers.")] = None
     data_parallel_size: Annotated[int | None, _vllm("Copies; peagle serve alone can.")] = None
-    quantization: Annotated[str | None, _vllm("fp8, awq, gptq ...")] = None
-    gpu_memory_utilization: Annotated[float | None, _vllm("Share of the GPU's memory.")] = None
     kv_cache_dtype: Annotated[str | None, _vllm("auto, fp8 ...")] = None
     enable_prefix_caching: Annotated[bool | None, _vllm("Keep the cache of shared prompts.")] = None
     enforce_eager: Annotated[bool | None, _vllm("No graphs.")] = None
@@ -47,6 +45,8 @@ class BackendFlags:
                 max_num_batched_tokens=engine.max_num_batched_tokens,
                 block_size=engine.block_size,
                 kv_cache_memory_bytes=engine.kv_cache_memory_bytes,
+                quantization=engine.quantization,
+                gpu_memory_utilization=engine.gpu_memory_utilization,
             )
         for name in given:
             raise ConfigError(

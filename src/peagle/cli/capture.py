@@ -55,6 +55,11 @@ def capture(
 
     if vllm and backend != "vllm":
         raise ConfigError("--vllm has no effect on the embedded engine", hint="add --backend vllm")
+    if backend == "vllm" and engine.quantization is not None:
+        raise ConfigError(
+            "--quantization is the embedded engine's here",
+            hint=f"use --vllm 'args=[--quantization={engine.quantization}]'",
+        )
     section = vllm_section(vllm or []) if backend == "vllm" else None
     opened = Dataset(dataset, max_length)
     plan = forecast(opened, model, engine.config(), _layer_ids(layer_ids), section)

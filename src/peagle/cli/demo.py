@@ -59,7 +59,7 @@ def _contenders(model: str) -> list[Contender]:
 def _contender(model: str, name: str, drafter: SpeculativeConfig | None) -> Contender:
     # float32: the claim is equality token for token, and bfloat16 has ties that rounding breaks.
     render.note(f"loading {model}, {name}")
-    llm = options.build_llm(model, EngineConfig(dtype="float32"), drafter)
+    llm = options.build_llm(model, EngineConfig(dtype="float32", max_num_seqs=1), drafter)
     llm.chat(_messages("Hello"), SamplingParams(temperature=0.0, max_tokens=8))  # warm-up
     return Contender(name, llm, llm.num_speculative_tokens if drafter else None)
 

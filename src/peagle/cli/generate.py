@@ -45,7 +45,7 @@ def generate(
     # 1. Whatever can be wrong without the model is said before it is loaded.
     _refuse_contradictions(raw, system, logprobs, as_json)
     params = sampling.params(n=n, logprobs=logprobs)
-    engine_config, drafter_config = engine.config(), drafter.config()
+    engine_config, drafter_config = engine.config(backend.backend), drafter.config()
     vllm = backend.vllm_options(engine)
     good, failures = read_prompts(prompts or [], prompts_file)
     _report(failures)

@@ -12,6 +12,7 @@ from typer.exceptions import TyperException
 
 import peagle
 from peagle.cli import (
+    bench,
     capture,
     chat,
     demo,
@@ -22,8 +23,11 @@ from peagle.cli import (
     generate,
     heads,
     prepare,
+    report,
     serve,
+    simulate,
     train,
+    tune,
 )
 from peagle.cli.render import print_error
 from peagle.errors import PeagleError
@@ -45,6 +49,10 @@ app.command("prepare")(prepare.prepare)
 app.command("capture")(capture.capture)
 app.command("train")(train.train)
 app.command("evaluate")(evaluate.evaluate)
+app.add_typer(bench.app, name="bench")
+app.command("tune")(tune.tune_command)
+app.command("simulate")(simulate.simulate_command)
+app.command("report")(report.report_command)
 app.command("serve")(serve.serve)
 app.command("export")(export.export)
 app.command("doctor")(doctor.doctor)

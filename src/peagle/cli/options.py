@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from peagle.backends import BackendName
 from peagle.config import EngineConfig, Method, SpeculativeConfig
 from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
@@ -122,11 +123,20 @@ class EngineFlags:
     ] = None
     kv_cache_memory_bytes: Annotated[
         int | None,
-        _engine(f"KV cache; embedded: at most {EngineConfig.kv_cache_memory_bytes}."),
+        _engine("KV cache; embedded: what the GPU has free, on a CPU at most 2 GiB."),
+    ] = None
+    quantization: Annotated[
+        str | None, _engine("Of the target's weights: fp8; vLLM knows more.")
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        _engine(f"Share of the GPU's memory; embedded: {EngineConfig.gpu_memory_utilization}."),
     ] = None
 
-    def config(self) -> EngineConfig:
+    def config(self, backend: BackendName = "embedded") -> EngineConfig:
         given = {name: value for name, value in asdict(self).items() if value is not None}
+        if backend == "vllm":  # VllmOptions carries it: vLLM knows more kinds than we do
+            given.pop("quantization", None)
         return EngineConfig(**given)
 
 

@@ -157,7 +157,7 @@ def _vllm(
     from peagle.backends.vllm_backend import VllmBackend
     from peagle.train.answers import VllmAnswers
 
-    backend = VllmBackend(model, engine.config(), drafter.config(), options)
+    backend = VllmBackend(model, engine.config("vllm"), drafter.config(), options)
     return VllmAnswers(backend, making.params)
 
 

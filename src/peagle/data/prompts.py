@@ -132,7 +132,7 @@ def _lines(reference: str, split: str) -> Iterator[tuple[str, bytes | dict[str, 
     elif path.exists():
         yield from _file_lines(path)
     elif _HUB_ID.fullmatch(reference) and not reference.endswith(SUFFIXES):
-        yield from _hub_rows(reference, split)
+        yield from hub_rows(reference, split)
     else:
         raise DataError(
             f"no prompts at {reference}",
@@ -153,7 +153,7 @@ def _file_lines(path: Path) -> Iterator[tuple[str, bytes]]:
         raise DataError(f"cannot read {path}: {error}") from None
 
 
-def _hub_rows(reference: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def hub_rows(reference: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Rows of `org/name` or `org/name:configuration`."""
     try:
         import datasets  # type: ignore[import-not-found,unused-ignore]

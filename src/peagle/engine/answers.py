@@ -67,6 +67,10 @@ class PromptAnswers:
     def finished(self) -> bool:
         return all(a.request.finish_reason is not None for a in self.answers)
 
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(a.request.num_outputs for a in self.answers)
+
     def take(self, new: NewTokens, engine: Engine) -> None:
         answer = next(a for a in self.answers if a.request is new.request)
         answer.take(new, engine)

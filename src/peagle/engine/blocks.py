@@ -1,14 +1,16 @@
 """Which cache blocks a sequence holds.
 
-Blocks are fixed-size pages, so memory never fragments. A sequence still prefers blocks that
-follow each other: attention then reads its cache as one slice instead of gathering it. For that
-each sequence reserves, softly, the range it expects to grow into; when blocks run short, others
-may take from that range.
+Blocks are fixed-size pages, so memory never fragments. On a CPU a sequence still prefers blocks
+that follow each other: attention then reads its cache as one slice instead of gathering it. For
+that each sequence reserves, softly, the range it expects to grow into; when blocks run short,
+others may take from that range.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+from peagle.engine.block_pools import BlockPool, RangePool, StackPool
 
 
 class BlockTable:
@@ -36,22 +38,23 @@ class BlockTable:
 
 
 class BlockAllocator:
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    """`contiguous`: whether tables try to hold blocks that follow each other."""
+
+    def __init__(self, num_blocks: int, block_size: int, contiguous: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = [True] * num_blocks
-        self._unreserved = [True] * num_blocks
-        self.num_free = num_blocks
+        self._pool: BlockPool = RangePool(num_blocks) if contiguous else StackPool(num_blocks)
+
+    @property
+    def num_free(self) -> int:
+        return self._pool.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def open_table(self, expected_tokens: int) -> BlockTable:
         """An empty table with a soft reservation, or without one if no free range is that long."""
-        reserved = self._find_range(self.blocks_for(expected_tokens))
-        for block in reserved:
-            self._unreserved[block] = False
-        return BlockTable(self.block_size, reserved)
+        return BlockTable(self.block_size, self._pool.reserve(self.blocks_for(expected_tokens)))
 
     def grow(self, table: BlockTable, num_tokens: int) -> bool:
         """Makes room for `num_tokens` in all. False, and nothing taken, if blocks fall short."""
@@ -59,17 +62,13 @@ class BlockAllocator:
         if missing > self.num_free:
             return False
         for _ in range(missing):
-            self._take(table)
+            last = table.blocks[-1] if table.blocks else None
+            table.append(self._pool.take(last, table.reserved))
         return True
 
     def close_table(self, table: BlockTable) -> None:
         """Gives everything back; the table is empty afterwards."""
-        for block in table.blocks:
-            assert not self._free[block], f"block {block} freed twice"
-            self._free[block] = True
-        self.num_free += len(table.blocks)
-        for block in table.reserved:
-            self._unreserved[block] = True
+        self._pool.give_back(table.blocks, table.reserved)
         table.blocks = []
         table.reserved = range(0)
         table.contiguous = True
@@ -78,31 +77,6 @@ class BlockAllocator:
         """Asserts that each block is free or held exactly once."""
         held = [block for table in tables for block in table.blocks]
         assert len(held) == len(set(held)), "a block is held twice"
-        assert all(not self._free[block] for block in held), "a held block is marked free"
-        assert self.num_free == sum(self._free) == self.num_blocks - len(held), "a block is lost"
-
-    def _take(self, table: BlockTable) -> None:
-        block = self._choose(table)
-        self._free[block] = False
-        self.num_free -= 1
-        table.append(block)
-
-    def _choose(self, table: BlockTable) -> int:
-        if not table.blocks and table.reserved and self._free[table.reserved.start]:
-            return table.reserved.start
-        following = table.blocks[-1] + 1 if table.blocks else self.num_blocks
-        if following < self.num_blocks and self._free[following]:
-            mine = following in table.reserved
-            if mine or self._unreserved[following]:
-                return following
-        free = [b for b in range(self.num_blocks) if self._free[b]]
-        return next((b for b in free if self._unreserved[b]), free[0])
-
-    def _find_range(self, length: int) -> range:
-        start = 0
-        for block in range(self.num_blocks):
-            if not (self._free[block] and self._unreserved[block]):
-                start = block + 1
-            elif block + 1 - start == length:
-                return range(start, block + 1)
-        return range(0)
+        assert not any(self._pool.is_free(block) for block in held), "a held block is marked free"
+        num_free = self._pool.count_free()
+        assert self.num_free == num_free == self.num_blocks - len(held), "a block is lost"

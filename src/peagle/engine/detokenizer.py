@@ -23,6 +23,8 @@ class Detokenizer:
     Tokens are decoded in a window that begins at the last clean border, because a token's text
     may depend on the token before it. Text is held back while it ends in an unfinished
     character, and, for readers of `stable_text`, while it could be the start of a stop string.
+
+    Without stop strings nothing depends on the text, so it is decoded when somebody reads it.
     """
 
     def __init__(
@@ -40,46 +42,65 @@ class Detokenizer:
         self.skip_special_tokens = skip_special_tokens
         self.min_tokens = min_tokens
         self.token_ids: list[int] = []
-        self.text = ""
+        self._text = ""
         self._window = 0  # first token of the window
-        self._read = 0  # first token whose text is not in `text` yet
+        self._read = 0  # first token whose text is not in `_text` yet
+        self._tried = 0  # tokens that were decoded, if only to find an unfinished character
+        self._finished = False
 
     def append(self, token_id: int) -> StopMatch | None:
         """Adds one token; -> the stop string that its text completes. The text is then cut."""
         self.token_ids.append(token_id)
-        fresh = self._unread()
-        if not fresh or fresh.endswith(REPLACEMENT):
-            return None
-        return self._add(fresh)
+        return self._decode_next() if self.stop else None
 
     def finish(self) -> StopMatch | None:
         """Adds what was held back for an unfinished character; it may hold a stop string."""
-        return self._add(self._unread())
+        self._finished = True
+        return self._add(self._unread(len(self.token_ids))) if self.stop else None
+
+    @property
+    def text(self) -> str:
+        while not self._finished and self._tried < len(self.token_ids):
+            self._decode_next()
+        if self._finished and self._read < len(self.token_ids) and not self.stop:
+            self._add(self._unread(len(self.token_ids)))
+        return self._text
 
     @property
     def stable_text(self) -> str:
         """Text that can be shown: no later token can make part of it a stop string."""
+        text = self.text
         longest = max((len(s) for s in self.stop), default=1) - 1
-        for held in range(min(longest, len(self.text)), 0, -1):
-            tail = self.text[-held:]
+        for held in range(min(longest, len(text)), 0, -1):
+            tail = text[-held:]
             if any(s.startswith(tail) for s in self.stop):
-                return self.text[:-held]
-        return self.text
+                return text[:-held]
+        return text
+
+    def _decode_next(self) -> StopMatch | None:
+        """Decodes up to the first token that was not yet."""
+        self._tried += 1
+        fresh = self._unread(self._tried)
+        if not fresh or fresh.endswith(REPLACEMENT):
+            return None
+        return self._add(fresh)
 
     def _add(self, fresh: str) -> StopMatch | None:
-        self._window, self._read = self._read, len(self.token_ids)
-        self.text += fresh
-        if len(self.token_ids) <= self.min_tokens:
+        if self._finished:
+            self._tried = len(self.token_ids)
+        self._window, self._read = self._read, self._tried
+        self._text += fresh
+        if self._tried <= self.min_tokens:
             return None
         match = self._find_stop(len(fresh))
         if match is not None:
-            self.text = self.text[: match.end]
+            self._text = self._text[: match.end]
         return match
 
-    def _unread(self) -> str:
-        """The text of the tokens behind `_read`."""
+    def _unread(self, end: int) -> str:
+        """The text of the tokens from `_read` to `end`."""
         before = self._decode(self._window, self._read)
-        return self._decode(self._window, len(self.token_ids))[len(before) :]
+        return self._decode(self._window, end)[len(before) :]
 
     def _decode(self, start: int, end: int) -> str:
         return self.tokenizer.decode(
@@ -90,7 +111,7 @@ class Detokenizer:
         """The stop string that begins first among those that end in the fresh text."""
         found = []
         for stop in self.stop:
-            at = self.text.find(stop, max(len(self.text) - num_fresh - len(stop) + 1, 0))
+            at = self._text.find(stop, max(len(self._text) - num_fresh - len(stop) + 1, 0))
             if at >= 0:
                 found.append((at, StopMatch(stop, at + len(stop) if self.include_stop else at)))
         return min(found, key=lambda pair: pair[0])[1] if found else None

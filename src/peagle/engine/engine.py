@@ -11,11 +11,10 @@ from typing import NamedTuple
 import torch
 
 from peagle.config import EngineConfig, Verification
-from peagle.engine.blocks import BlockAllocator
-from peagle.engine.kv_cache import slot_bytes
+from peagle.engine.memory import make_allocator
 from peagle.engine.prompts import check_tokens
 from peagle.engine.request import Request, TokenLogprobs
-from peagle.engine.runner import Runner, TargetRows, target_layout
+from peagle.engine.runner import Runner, TargetRows
 from peagle.engine.sampler import Committed, Judged, verify
 from peagle.engine.scheduler import Scheduled, Scheduler
 from peagle.errors import ConfigError, PeagleError, RequestError
@@ -144,17 +143,27 @@ class Engine:
     def _append(self, request: Request, committed: Committed) -> NewTokens:
         """Appends tokens up to the first that ends the request; what follows it is dropped."""
         kept = 0
-        for token in committed.token_ids:
+        if self._goes_on_after(request, committed.token_ids):
+            request.token_ids += committed.token_ids
+            kept = len(committed.token_ids)
+        for token in committed.token_ids[kept:]:
             request.token_ids.append(token)
             kept += 1
             if self._ends(request, token):
-                self.scheduler.finish(request)
+                self._release(request)
                 break
         request.stats.num_output_tokens += kept
         self.stats.num_output_tokens += kept
         logprobs = committed.logprobs[:kept]
         request.logprobs += logprobs
         return NewTokens(request, committed.token_ids[:kept], logprobs)
+
+    def _goes_on_after(self, request: Request, token_ids: Sequence[int]) -> bool:
+        """True where none of the tokens ends the request: the usual case, in few operations."""
+        count = len(token_ids)
+        within = request.num_outputs + count < request.max_tokens
+        in_context = request.num_tokens + count < self.max_model_len
+        return within and in_context and request.stop_token_ids.isdisjoint(token_ids)
 
     def _ends(self, request: Request, token: int) -> bool:
         if token in request.stop_token_ids:
@@ -171,7 +180,7 @@ class Engine:
             "the logits are NaN or infinite, or every token is banned"
         )
         request.finish("error")
-        self.scheduler.finish(request)
+        self._release(request)
         return NewTokens(request, [], [])
 
     def add_request(
@@ -198,14 +207,14 @@ class Engine:
             stop_token_ids=frozenset(ends),
             bad_word_ids=tuple(tuple(word) for word in bad_word_ids),
         )
-        self.scheduler.add(request)
+        self._enqueue(request)
         return request
 
     def abort(self, request: Request) -> None:
         """Ends a request whose caller went away, and frees its blocks."""
         if request.finish_reason is None:
             request.finish("abort")
-            self.scheduler.finish(request)
+            self._release(request)
 
     def stop_at(self, request: Request, num_outputs: int) -> None:
         """Ends a request at a stop string that its first `num_outputs` tokens complete."""
@@ -215,8 +224,15 @@ class Engine:
         request.stats.num_output_tokens -= surplus
         self.stats.num_output_tokens -= surplus
         if request.finish_reason is None:
-            self.scheduler.finish(request)
+            self._release(request)
         request.finish("stop")
+
+    def _enqueue(self, request: Request) -> None:
+        self.scheduler.add(request)
+
+    def _release(self, request: Request) -> None:
+        """Gives back what a request that ends holds."""
+        self.scheduler.finish(request)
 
     @property
     def has_unfinished(self) -> bool:
@@ -267,26 +283,6 @@ def check_depth(
             f"{drafter.method} drafter can draft",
             hint=f"use at most {drafter.max_speculative_tokens}",
         )
-
-
-def make_allocator(
-    target: TargetModel, drafter: Drafter | None, config: EngineConfig, max_model_len: int
-) -> BlockAllocator:
-    """As many blocks as the memory holds, and no more than could ever be used at once."""
-    layouts = [target_layout(target)]
-    if drafter is not None and drafter.cache_layout is not None:
-        layouts.append(drafter.cache_layout)
-    dtype = target.embed_tokens.weight.dtype
-    block_bytes = config.block_size * sum(slot_bytes(layout, dtype) for layout in layouts)
-    per_request = -(-max_model_len // config.block_size)
-    num_blocks = min(config.kv_cache_memory_bytes // block_bytes, per_request * config.max_num_seqs)
-    if num_blocks < per_request:
-        raise ConfigError(
-            f"kv_cache_memory_bytes={config.kv_cache_memory_bytes} holds "
-            f"{num_blocks * config.block_size} tokens, one request may have {max_model_len}",
-            hint="raise kv_cache_memory_bytes or lower max_model_len",
-        )
-    return BlockAllocator(num_blocks, config.block_size)
 
 
 def _max_model_len(target: TargetModel, config: EngineConfig) -> int:

@@ -27,12 +27,15 @@ MAX_KERNEL_WORK = 1_000_000
 
 
 class PagedKVCache:
-    """Keys and values of all layers; slot = block * block_size + offset."""
+    """Keys and values of all layers; slot = block * block_size + offset.
+
+    One slot more than the blocks have is the trash: rows that only pad a batch are written there.
+    """
 
     def __init__(
         self, layout: CacheLayout, num_slots: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (layout.num_layers, num_slots, layout.num_kv_heads, layout.head_dim)
+        shape = (layout.num_layers, num_slots + 1, layout.num_kv_heads, layout.head_dim)
         # Not zeroed: the system hands out pages as they are first written.
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)

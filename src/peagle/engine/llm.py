@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from peagle.checkpoints.references import load_tokenizer, resolve_model
-from peagle.checkpoints.targets import eos_token_ids, load_target
+from peagle.checkpoints.targets import eos_token_ids
 from peagle.config import EngineConfig, SpeculativeConfig, from_mapping
 from peagle.engine.answers import PromptAnswers, open_answers
-from peagle.engine.engine import Engine
-from peagle.engine.loading import choose_device, choose_dtype, load_speculation
+from peagle.engine.build import build_engine
+from peagle.engine.loading import choose_device, load_engine_target, load_speculation
 from peagle.engine.prompts import (
     Message,
     Prompt,
@@ -41,12 +41,12 @@ class LLM:
     ) -> None:
         config = from_mapping(EngineConfig, options, "LLM(...)")
         speculative = _speculative_config(speculative_config)
-        device = choose_device(config)
+        choose_device(config)  # a device that is not there is said before a model is fetched
         self.model_path: Path = resolve_model(model, revision=revision)
         self._tokenizer = load_tokenizer(self.model_path)
         self._prompts = PromptReader(self._tokenizer)
-        target = load_target(self.model_path, dtype=choose_dtype(config, device), device=device)
-        self.engine = Engine(
+        target = load_engine_target(self.model_path, config)
+        self.engine = build_engine(
             target,
             config,
             eos_token_ids=eos_token_ids(self.model_path),
@@ -70,12 +70,12 @@ class LLM:
         opened: list[PromptAnswers] = []
         try:
             for prompt, p in pairs:
-                opened.append(self._open(prompt, p))
+                opened.append(self.open(prompt, p))
             while any(not o.finished for o in opened):
-                self._step()
+                self.step()
         finally:  # Ctrl-C or a bug must not leave requests behind
             for answers in opened:
-                self._close(answers)
+                self.abort(answers)
         return [o.output() for o in opened]
 
     def chat(
@@ -142,38 +142,53 @@ class LLM:
         speculation = self.engine.speculation
         return speculation.num_speculative_tokens if speculation else 0
 
-    def _open(self, prompt: TokenizedPrompt, params: SamplingParams) -> PromptAnswers:
+    def open(
+        self, prompt: TokenizedPrompt, params: SamplingParams, *, streamed: bool = False
+    ) -> PromptAnswers:
+        """Queues a prompt. `step` advances it, `abort` gives it up. `streamed` is the contract's:
+        here every prompt is reported as it grows."""
         request_id = str(next(self._counter))
         answers = open_answers(self.engine, self._tokenizer, request_id, *prompt, params)
         for answer in answers.answers:
             self._active[answer.request.request_id] = answers
         return answers
 
-    def _close(self, answers: PromptAnswers) -> None:
+    def step(self) -> list[PromptAnswers]:
+        """Advances every open prompt; -> those that got something new, each once."""
+        changed: dict[int, PromptAnswers] = {}
+        for new in self.engine.step():
+            answers = self._active[new.request.request_id]
+            answers.take(new, self.engine)
+            changed[id(answers)] = answers
+        for answers in changed.values():
+            if answers.finished:
+                self._forget(answers)
+        return list(changed.values())
+
+    def abort(self, answers: PromptAnswers) -> None:
         for answer in answers.answers:
             self.engine.abort(answer.request)
-            self._active.pop(answer.request.request_id, None)
+        self._forget(answers)
 
-    def _step(self) -> None:
-        for new in self.engine.step():
-            self._active[new.request.request_id].take(new, self.engine)
+    def _forget(self, answers: PromptAnswers) -> None:
+        for answer in answers.answers:
+            self._active.pop(answer.request.request_id, None)
 
     def _follow(
         self, prompt: TokenizedPrompt, params: SamplingParams
     ) -> Generator[RequestOutput, None, None]:
         # Opened in here: a generator that is closed before its first step runs no `finally`.
-        answers = self._open(prompt, params)
+        answers = self.open(prompt, params)
         try:
             shown = -1
             while not answers.finished:
-                self._step()
-                num_tokens = sum(a.request.num_outputs for a in answers.answers)
-                if num_tokens != shown and not answers.finished:
-                    shown = num_tokens
+                self.step()
+                if answers.num_output_tokens != shown and not answers.finished:
+                    shown = answers.num_output_tokens
                     yield answers.output()
             yield answers.output()
         finally:
-            self._close(answers)
+            self.abort(answers)
 
 
 def _speculative_config(

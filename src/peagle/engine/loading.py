@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from peagle.checkpoints.heads import load_head
+from peagle.checkpoints.targets import load_target
 from peagle.config import DEFAULT_SPECULATIVE_TOKENS, EngineConfig, SpeculativeConfig
 from peagle.engine.engine import Speculation
+from peagle.engine.memory import reported_shortage
 from peagle.errors import ConfigError, HeadError
 from peagle.models.drafter import Drafter
 from peagle.models.eagle import EagleNetwork
 from peagle.models.eagle3 import Eagle3Drafter
+from peagle.models.fp8 import check_gpu, quantize_linears
 from peagle.models.ngram import NgramDrafter
 from peagle.models.p_eagle import PEagleDrafter
 from peagle.models.target import TargetModel
@@ -43,6 +48,19 @@ def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return DTYPES[config.dtype]
 
 
+def load_engine_target(folder: Path, config: EngineConfig) -> TargetModel:
+    """The target as the config asks for it, in a dtype and on a device of its choice."""
+    device = choose_device(config)
+    dtype = choose_dtype(config, device)
+    if config.quantization is not None:
+        check_gpu(device)
+    with reported_shortage(f"{folder} in {str(dtype).removeprefix('torch.')}", device):
+        target = load_target(folder, dtype=dtype, device=device)
+        if config.quantization is not None:
+            quantize_linears(target)
+    return target
+
+
 def load_speculation(config: SpeculativeConfig, target: TargetModel) -> Speculation | None:
     """The drafter that the config asks for, bound to the target; None for method none."""
     if config.method == "none" or (config.method is None and config.model is None):
@@ -52,7 +70,8 @@ def load_speculation(config: SpeculativeConfig, target: TargetModel) -> Speculat
         advice = DEFAULT_SPECULATIVE_TOKENS
     else:
         weight = target.embed_tokens.weight
-        network = load_head(config.model, target, dtype=weight.dtype, device=weight.device)
+        with reported_shortage(f"the head {config.model}", weight.device):
+            network = load_head(config.model, target, dtype=weight.dtype, device=weight.device)
         drafter = head_drafter(network, config)
         advice = network.config.num_speculative_tokens
     return Speculation(drafter, config.num_speculative_tokens or advice, config.verification)

@@ -9,7 +9,7 @@ Shapes: B requests, R rows in all (1 + k each), V tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -165,7 +165,16 @@ def _judge_by_rejection(batch: Sequence[Judged]) -> Verdict:
     shape = (len(batch), max(counts))
     accept = stream_uniform(seeds, positions, ACCEPT_STREAM).view(shape)[:, :-1]
     residual = stream_uniform(seeds, positions, RESIDUAL_STREAM).view(shape)
-    return verify_rejection(target_probs, draft_probs, drafts, num_drafts, accept, residual)
+    judge = _rejection_for(laws.device)
+    return judge(target_probs, draft_probs, drafts, num_drafts, accept, residual)
+
+
+def _rejection_for(device: torch.device) -> Callable[..., Verdict]:
+    if device.type != "cuda":
+        return verify_rejection
+    from peagle.kernels.gpu.rejection import verify_rejection as on_gpu
+
+    return on_gpu
 
 
 def _draft_law(judged: Judged) -> Tensor:

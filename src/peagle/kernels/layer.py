@@ -19,6 +19,7 @@ from peagle.kernels.linear import MAX_ROWS, column_major
 class Projection(NamedTuple):
     weight: Tensor  # [O, I]
     bias: Tensor | None  # [O]
+    scales: Tensor | None = None  # [O, 1] where the weight is in FP8
 
 
 class LayerTensors(NamedTuple):
@@ -164,7 +165,7 @@ class LayersKernel:
 def _pointers(layer: LayerTensors) -> _Layer:
     vectors = (_address(tensor) for tensor in layer[:4])
     projections = (layer.qkv, layer.o, layer.gate_up, layer.down)
-    matrices = (_address(part) for projection in projections for part in projection)
+    matrices = (_address(part) for p in projections for part in (p.weight, p.bias))
     inner = layer.down.weight.shape[1]
     return _Layer(*vectors, *matrices, inner, layer.window or 0, layer.eps)
 

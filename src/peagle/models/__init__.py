@@ -3,6 +3,8 @@
 config      sizes of a decoder, read from a transformers config
 attention   the attention seam: modules project, an Attention object attends
 layers      RMSNorm, rotary embedding, attention block, MLP, decoder layer
+fused       a stack of layers as one call of kernels, where those may stand in
+fp8         a target's linear layers with 8-bit weights
 target      the native target (Llama, SmolLM, Mistral, Qwen2, Qwen3)
 head_config what a head's config.json says
 eagle       the network that P-EAGLE and EAGLE-3 share
@@ -10,4 +12,5 @@ masks       who may attend to whom in training, as named predicates
 rollouts    (anchor, depth) elements of parallel prediction, as flat rows
 drafter     the Drafter seam: DraftBatch in, Draft out
 p_eagle, eagle3, ngram   the three drafters
+lane_drafters, rows_attention   drafters and attention with fixed shapes, for CUDA graphs
 """

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.errors import HeadError
+from peagle.kernels.device import gpu_takes
 from peagle.models.attention import Attention
 from peagle.models.config import DecoderConfig
 from peagle.models.fused import FusedLayers
@@ -25,8 +26,7 @@ from peagle.models.layers import (
     RotaryEmbedding,
     Rotation,
     SelfAttention,
-    at_least_float32,
-    linear,
+    output_logits,
 )
 from peagle.models.target import TargetModel
 
@@ -52,9 +52,19 @@ class FirstLayer(nn.Module):
 
     def inputs(self, embeddings: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """-> the residual stream [N, H], and what attention reads [N, 2H]."""
+        if features.dim() == 2 and features.dtype == embeddings.dtype and gpu_takes(features):
+            return self._inputs_on_gpu(embeddings, features)
         normed = self.hidden_norm(features)
         residual = normed if self.norm_before_residual else features
         return residual, torch.cat((self.input_layernorm(embeddings), normed), dim=-1)
+
+    def _inputs_on_gpu(self, embeddings: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        from peagle.kernels.gpu.norms import norm_pair
+
+        weights = self.input_layernorm.weight, self.hidden_norm.weight
+        inputs = norm_pair(embeddings, features, *weights, self.hidden_norm.eps)
+        normed = inputs[:, features.shape[1] :]
+        return normed if self.norm_before_residual else features, inputs
 
     def forward(
         self, embeddings: Tensor, features: Tensor, rotation: Rotation, attention: Attention
@@ -100,7 +110,7 @@ class EagleNetwork(nn.Module):
         if config.method == "p-eagle":
             self.mask_embedding = nn.Parameter(torch.zeros(size))
             self.mask_hidden = nn.Parameter(torch.zeros(self.fc.in_features))
-        self._fused = FusedLayers(list(self.layers))  # type: ignore[arg-type]
+        self._fused = FusedLayers(list(self.layers), self.rotary)  # type: ignore[arg-type]
         self._output_rows: Tensor | None = None
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size), persistent=False)
 
@@ -128,13 +138,13 @@ class EagleNetwork(nn.Module):
         self, embeddings: Tensor, features: Tensor, positions: Tensor, attention: Attention
     ) -> Tensor:
         """[N, H] twice and positions [N] -> hidden states [N, H] before the final norm."""
-        rotation = self.rotary(positions, features.dtype)
         if self._fused.may_run(features, attention):
             first = self.layers[0]
             assert isinstance(first, FirstLayer)
-            states = self._fused(*first.inputs(embeddings, features), rotation, attention)
+            states = self._fused(*first.inputs(embeddings, features), positions, attention)
             if states is not None:
                 return states[-1]
+        rotation = self.rotary(positions, features.dtype)
         # Through its forward: FSDP and torch.compile hang on it.
         x = self.layers[0](embeddings, features, rotation, attention)
         for layer in self.layers[1:]:
@@ -143,7 +153,7 @@ class EagleNetwork(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states before the final norm [N, H] -> draft logits [N, Vd]."""
-        return at_least_float32(linear(self.norm(hidden), self.output_weight()))
+        return output_logits(hidden, self.output_weight(), self.norm)
 
     def output_weight(self) -> Tensor:
         """[Vd, H]: the head's own output table, or its share of the target's."""

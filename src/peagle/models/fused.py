@@ -1,13 +1,14 @@
-"""A model's layers as one call of the CPU kernel, where it may stand in for their modules."""
+"""A model's layers as one call of kernels, where those may stand in for the layers' modules."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from peagle.kernels.device import gpu_takes
 from peagle.kernels.layer import (
     LayersKernel,
     LayerTensors,
@@ -16,7 +17,9 @@ from peagle.kernels.layer import (
     layers_function,
 )
 from peagle.models.attention import Attention, CachedAttention
-from peagle.models.layers import DecoderLayer, GatedMLP, RMSNorm, Rotation, SelfAttention
+from peagle.models.fp8 import Fp8Linear
+from peagle.models.layers import DecoderLayer, GatedMLP, RMSNorm, RotaryEmbedding, SelfAttention
+from peagle.models.rows_attention import RowsAttention
 
 
 class Layer(Protocol):
@@ -27,6 +30,15 @@ class Layer(Protocol):
     mlp: GatedMLP
 
 
+class _Bound(NamedTuple):
+    """The layers' tensors where they lie now."""
+
+    addresses: list[int]
+    layers: list[LayerTensors]
+    kernel: LayersKernel | None  # the CPU's, where it fits
+    row_major: bool  # every matrix: as the GPU's kernels read it
+
+
 class FusedLayers:
     """Beside the modules, not instead of them: `__call__` gives None where they must run.
 
@@ -35,31 +47,51 @@ class FusedLayers:
     again; a submodule that was replaced is not, and hooks of submodules do not run.
     """
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, layers: Sequence[Layer], rotary: RotaryEmbedding) -> None:
         self._layers = layers
-        self._bound: tuple[list[int], LayersKernel | None] = ([], None)
+        self._rotary = rotary
+        self._bound = _Bound([], [], None, row_major=False)
 
     def __call__(
         self,
         x: Tensor,  # [N, H]
         inputs: Tensor | None,  # [N, I]: what the first layer's attention reads; None: normed x
-        rotation: Rotation,
+        positions: Tensor,  # [N]
         attention: Attention,
-    ) -> Tensor | None:
-        """-> [L, N, H]: the output of every layer."""
+    ) -> Sequence[Tensor] | Tensor | None:
+        """-> the output [N, H] of every layer."""
         if not (self.may_run(x, attention) and isinstance(attention, CachedAttention)):
             return None
+        if isinstance(attention, RowsAttention):
+            return self._on_gpu(x, inputs, attention)
         place = attention.kernel_place(self._layers[0].self_attn.num_heads)
-        kernel = self._current() if place else None
-        return None if kernel is None or place is None else kernel(x, inputs, rotation, place)
+        kernel = self._current().kernel if place else None
+        if kernel is None or place is None:
+            return None
+        return kernel(x, inputs, self._rotary(positions, x.dtype), place)
 
     @staticmethod
     def may_run(x: Tensor, attention: Attention) -> bool:
         """False wherever gradients, another device or another cache leave no doubt."""
+        if isinstance(attention, RowsAttention):
+            return gpu_takes(x)
         return isinstance(attention, CachedAttention) and kernel_takes(x)
 
-    def __reduce__(self) -> tuple[type[FusedLayers], tuple[Sequence[Layer]]]:
-        return FusedLayers, (self._layers,)  # a copy is bound to its own weights later
+    def __reduce__(self) -> tuple[type[FusedLayers], tuple[Sequence[Layer], RotaryEmbedding]]:
+        return FusedLayers, (self._layers, self._rotary)  # a copy is bound to its own weights later
+
+    def _on_gpu(
+        self, x: Tensor, inputs: Tensor | None, attention: RowsAttention
+    ) -> list[Tensor] | None:
+        from peagle.kernels.gpu.layers import run_layers
+
+        bound = self._current()
+        if not bound.row_major:
+            return None
+        # The kernel looks the angles up itself, unrounded: no gather before the layers.
+        tables = self._rotary.cos.float(), self._rotary.sin.float()
+        cache = attention.keys, attention.values
+        return run_layers(bound.layers, x, inputs, *tables, attention.rows, *cache)
 
     @cached_property
     def _owners(self) -> list[tuple[dict[str, Any], str]]:
@@ -67,20 +99,23 @@ class FusedLayers:
         modules = [module for layer in self._layers for module in _modules(layer)]
         return [(module._parameters, name) for module in modules for name in module._parameters]
 
-    def _current(self) -> LayersKernel | None:
+    def _current(self) -> _Bound:
         found = [parameters[name] for parameters, name in self._owners]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in found]
-        known, kernel = self._bound
-        if addresses != known:
-            kernel = _bind([_tensors(layer) for layer in self._layers])
-            self._bound = addresses, kernel  # at once: another thread may read it
-        return kernel
+        bound = self._bound
+        if addresses != bound.addresses:
+            layers = [_tensors(layer) for layer in self._layers]
+            row_major = all(t is None or t.is_contiguous() for t in found)
+            bound = _Bound(addresses, layers, _bind(layers), row_major)
+            self._bound = bound  # at once: another thread may read it
+        return bound
 
 
 def _bind(layers: Sequence[LayerTensors]) -> LayersKernel | None:
+    if not all(layer.fits for layer in layers):
+        return None
     function = layers_function()
-    fits = all(layer.fits for layer in layers)
-    return LayersKernel(function, layers) if function is not None and fits else None
+    return None if function is None else LayersKernel(function, layers)
 
 
 def _modules(layer: Layer) -> list[nn.Module]:
@@ -97,10 +132,15 @@ def _tensors(layer: Layer) -> LayerTensors:
         post_norm.weight,
         None if attn.q_norm is None else attn.q_norm.weight,
         None if attn.k_norm is None else attn.k_norm.weight,
-        Projection(attn.qkv_proj.weight, attn.qkv_proj.bias),
-        Projection(attn.o_proj.weight, attn.o_proj.bias),
-        Projection(mlp.gate_up_proj.weight, mlp.gate_up_proj.bias),
-        Projection(mlp.down_proj.weight, mlp.down_proj.bias),
+        _projection(attn.qkv_proj),
+        _projection(attn.o_proj),
+        _projection(mlp.gate_up_proj),
+        _projection(mlp.down_proj),
         attn.window,
         post_norm.eps,
     )
+
+
+def _projection(linear: nn.Linear | Fp8Linear) -> Projection:
+    scales = linear.scales if isinstance(linear, Fp8Linear) else None
+    return Projection(linear.weight, linear.bias, scales)

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peagle.kernels.cpu import kernels_for
+from peagle.kernels.device import gpu_takes
 from peagle.kernels.linear import linear_kernel_for
+from peagle.kernels.plain.linear import fits_fused
 from peagle.models.attention import Attention
 from peagle.models.config import DecoderConfig
 
@@ -27,7 +29,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if kernel := linear_kernel_for(x, weight):
         out = kernel(x, weight)
         return out if bias is None else out.add_(bias)
+    if _fused_takes(x, weight):
+        from peagle.kernels.gpu.linear import fused_linear
+
+        return fused_linear(x, weight, bias, norm=None, residual=None)
     return F.linear(x, weight, bias)
+
+
+def _fused_takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether x [N, I] times weight [O, I] is a small product of few rows on a GPU."""
+    row_major = x.stride(-1) == weight.stride(-1) == 1
+    same_kind = x.dim() == 2 and x.dtype == weight.dtype
+    return gpu_takes(x) and same_kind and row_major and fits_fused(x, [weight])
 
 
 class Linear(nn.Linear):
@@ -43,6 +56,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
+        if x.dtype == weight.dtype and gpu_takes(x):
+            from peagle.kernels.gpu.norms import rms_norm
+
+            return rms_norm(x.reshape(-1, x.shape[-1]), weight, self.eps).view(x.shape)
         if x.dtype == weight.dtype and x.dtype.itemsize >= 4:
             if kernels := kernels_for(x):
                 return kernels.rms_norm(x, weight, self.eps)
@@ -50,6 +67,17 @@ class RMSNorm(nn.Module):
         # Half precision: normalised in float32 and rounded before the weight, as transformers does.
         normed = F.rms_norm(at_least_float32(x), weight.shape, None, self.eps)
         return normed.to(x.dtype) * weight
+
+
+def output_logits(hidden: Tensor, weight: Tensor, norm: RMSNorm | None = None) -> Tensor:
+    """hidden [N, H], normed first where a norm is given, times weight [V, H] -> [N, V].
+
+    In float32 or better, the precision that sampling is defined in.
+    """
+    normed = hidden if norm is None else norm(hidden)
+    if gpu_takes(normed) and normed.dtype.itemsize < 4:
+        return torch.mm(normed, weight.t(), out_dtype=torch.float32)
+    return at_least_float32(linear(normed, weight))
 
 
 class RotaryEmbedding(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from peagle.models.attention import Attention
 from peagle.models.config import DecoderConfig
 from peagle.models.fused import FusedLayers
-from peagle.models.layers import DecoderLayer, Linear, RMSNorm, RotaryEmbedding, at_least_float32
+from peagle.models.layers import DecoderLayer, Linear, RMSNorm, RotaryEmbedding, output_logits
 
 
 class TargetOutput(NamedTuple):
@@ -32,7 +32,7 @@ class TargetModel(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = RotaryEmbedding(config)
-        self._fused = FusedLayers(list(self.layers))  # type: ignore[arg-type]
+        self._fused = FusedLayers(list(self.layers), self.rotary)  # type: ignore[arg-type]
 
     def forward(
         self,
@@ -43,12 +43,12 @@ class TargetModel(nn.Module):
     ) -> TargetOutput:
         """`tap_layers` counts as vLLM does: i is the residual stream after the first i layers."""
         x = self.embed_tokens(token_ids)
-        rotation = self.rotary(positions, x.dtype)
-        states = self._fused(x, None, rotation, attention)
+        states = self._fused(x, None, positions, attention)
         if states is not None:
             taps = {i: states[i - 1] if i else x for i in tap_layers}
             x = states[-1]
         else:
+            rotation = self.rotary(positions, x.dtype)
             taps = {0: x} if 0 in tap_layers else {}
             for depth, layer in enumerate(self.layers, start=1):
                 x = layer(x, rotation, attention)
@@ -59,7 +59,7 @@ class TargetModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] -> [N, V] in float32 or better, the precision that sampling is defined in."""
-        return at_least_float32(self.lm_head(hidden))
+        return output_logits(hidden, self.lm_head.weight)
 
 
 def default_tap_layers(num_hidden_layers: int) -> tuple[int, int, int]:

@@ -9,8 +9,6 @@ the first p excepted, equals the token p before it. The loop may stand anywhere 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
-from operator import eq
 
 MAX_PERIOD = 64
 MIN_COPIES = 3
@@ -23,18 +21,24 @@ def is_looping(token_ids: Sequence[int]) -> bool:
 
 
 def loop_start(token_ids: Sequence[int]) -> int | None:
-    """Index of the first token (of the first copy) of the loop that begins earliest, or None."""
-    starts = (_first_run(token_ids, period) for period in range(1, MAX_PERIOD + 1))
-    return min((start for start in starts if start is not None), default=None)
+    """Index of the first token (of the first copy) of the loop that begins earliest, or None.
 
+    All periods at once: `prepare` asks for every answer, and a loop over them in Python would
+    take longer than a GPU needs for the answer.
+    """
+    import numpy as np  # half a second that `peagle --help` does without
 
-def _first_run(token_ids: Sequence[int], period: int) -> int | None:
-    """Start of the first loop with this period, or None."""
-    needed = max(MIN_COPIES * period, MIN_TOKENS) - period  # equalities in a row
-    start = 0
-    for equal, run in groupby(map(eq, token_ids[period:], token_ids)):
-        length = sum(1 for _ in run)
-        if equal and length >= needed:
-            return start
-        start += length
-    return None
+    length = len(token_ids)
+    if length < MIN_TOKENS:
+        return None
+    tokens = np.asarray(token_ids)
+    places = np.arange(length, dtype=np.int32)
+    periods = np.arange(1, min(MAX_PERIOD, length - 1) + 1, dtype=np.int32)[:, None]  # [P, 1]
+    earlier = places - periods  # [P, n]
+    repeats = (earlier >= 0) & (tokens == tokens[earlier.clip(min=0)])
+    last_break = np.maximum.accumulate(np.where(repeats, -1, places), axis=1)
+    num_repeats = places - last_break  # in a row, up to here
+    needed = np.maximum(MIN_COPIES * periods, MIN_TOKENS) - periods
+    starts = np.where(num_repeats >= needed, last_break + 1 - periods, length)
+    first = int(starts.min())
+    return first if first < length else None

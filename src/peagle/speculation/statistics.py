@@ -28,18 +28,29 @@ class SpecDecodeStats:
     verify_time: float = 0.0
     other_time: float = 0.0
 
-    def observe(self, num_draft: int, num_accepted: int) -> None:
-        """Counts one decode step of one request: of `num_draft` drafts, the first
-        `num_accepted` were kept. A step without drafts (0, 0) counts in `num_steps` alone."""
+    def observe(self, num_draft: int, num_accepted: int, times: int = 1) -> None:
+        """Counts one decode step of one request, or `times` alike: of `num_draft` drafts, the
+        first `num_accepted` were kept. One without drafts (0, 0) counts in `num_steps` alone."""
         assert 0 <= num_accepted <= num_draft, (num_draft, num_accepted)
-        num_reached = min(num_accepted + 1, num_draft)  # the rejected draft was reached too
-        self.num_steps += 1
-        self.num_drafts += num_draft > 0
-        self.num_draft_tokens += num_draft
-        self.num_accepted_tokens += num_accepted
-        _count(self.num_draft_tokens_per_pos, num_draft, num_draft)
-        _count(self.num_reached_tokens_per_pos, num_reached, num_draft)
-        _count(self.num_accepted_tokens_per_pos, num_accepted, num_draft)
+        self.num_steps += times
+        if num_draft == 0:
+            return
+        self.num_drafts += times
+        self.num_draft_tokens += num_draft * times
+        self.num_accepted_tokens += num_accepted * times
+        drafted = self.num_draft_tokens_per_pos
+        reached = self.num_reached_tokens_per_pos
+        accepted = self.num_accepted_tokens_per_pos
+        for per_pos in (drafted, reached, accepted):
+            if len(per_pos) < num_draft:
+                per_pos.extend([0] * (num_draft - len(per_pos)))
+        for position in range(num_draft):
+            drafted[position] += times
+        for position in range(num_accepted):
+            reached[position] += times
+            accepted[position] += times
+        if num_accepted < num_draft:
+            reached[num_accepted] += times  # the rejected draft was reached too
 
     def merge(self, other: SpecDecodeStats) -> None:
         """Adds the counters and times of `other` to these."""
@@ -85,13 +96,6 @@ class SpecDecodeStats:
             "per_position_acceptance": self.per_position_acceptance,
             "conditional_acceptance": self.conditional_acceptance,
         }
-
-
-def _count(per_pos: list[int], num_hits: int, num_draft: int) -> None:
-    """Adds one to the first `num_hits` positions of a list made at least `num_draft` long."""
-    per_pos.extend([0] * (num_draft - len(per_pos)))
-    for position in range(num_hits):
-        per_pos[position] += 1
 
 
 def _add(mine: list[int], others: list[int]) -> list[int]:

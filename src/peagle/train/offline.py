@@ -10,12 +10,12 @@ import torch
 
 from peagle.checkpoints.heads import load_head, read_head_config, resolve_head
 from peagle.checkpoints.references import load_tokenizer, resolve_model
-from peagle.checkpoints.targets import eos_token_ids, load_target
+from peagle.checkpoints.targets import eos_token_ids
 from peagle.config import MAX_SPECULATIVE_TOKENS, EngineConfig
 from peagle.data.dataset import Dataset, DatasetWriter
 from peagle.data.prompts import Prompts
-from peagle.engine.engine import Engine
-from peagle.engine.loading import choose_device, choose_dtype
+from peagle.engine.build import build_engine
+from peagle.engine.loading import load_engine_target
 from peagle.errors import ConfigError, DataError
 from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel
@@ -59,10 +59,10 @@ def load_pair(head: str, model: str | None, config: EngineConfig) -> Pair:
     """`model` None: the target that the head names."""
     named = read_head_config(resolve_head(head)).target_model
     folder = resolve_model(model or named)
-    device = choose_device(config)
-    dtype = choose_dtype(config, device)
-    target = load_target(folder, dtype=dtype, device=device).requires_grad_(False)
-    network = load_head(head, target, dtype=dtype, device=device).requires_grad_(False)
+    target = load_engine_target(folder, config).requires_grad_(False)
+    weight = target.embed_tokens.weight
+    network = load_head(head, target, dtype=weight.dtype, device=weight.device)
+    network.requires_grad_(False)
     return Pair(folder, target, network, config)
 
 
@@ -72,7 +72,7 @@ def own_answers(
     """The target's answers, written into `folder`."""
     tokenizer: Any = load_tokenizer(pair.folder)
     writer = DatasetWriter(folder, making.record(tokenizer), rows_per_shard=ALL_ROWS)
-    engine = Engine(pair.target, pair.config, eos_token_ids=eos_token_ids(pair.folder))
+    engine = build_engine(pair.target, pair.config, eos_token_ids=eos_token_ids(pair.folder))
     source = EmbeddedAnswers(engine, making.params)
     counts = Preparation(writer, source, making.rules(tokenizer))(prompts.good, prompts.bad)
     if not counts.answered:

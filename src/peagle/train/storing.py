@@ -10,10 +10,9 @@ from safetensors import SafetensorError
 
 from peagle.checkpoints.layerless import decoder_sizes, load_layerless
 from peagle.checkpoints.references import load_config, resolve_model
-from peagle.checkpoints.targets import load_target
 from peagle.config import EngineConfig
 from peagle.data.dataset import Dataset
-from peagle.engine.loading import choose_device, choose_dtype
+from peagle.engine.loading import choose_device, choose_dtype, load_engine_target
 from peagle.errors import DataError
 from peagle.models.config import DecoderConfig
 from peagle.models.target import default_tap_layers
@@ -73,12 +72,12 @@ def store(
 
 
 def _source(plan: Plan, dataset: Dataset, folder: Path) -> OnlineFeatures | VllmFeatures:
+    if plan.vllm is None:
+        target = load_engine_target(plan.folder, plan.config).requires_grad_(False)
+        return OnlineFeatures(target, plan.tap_layers)
     device = choose_device(plan.config)
     dtype = choose_dtype(plan.config, device)
-    load = load_layerless if plan.vllm else load_target
-    target = load(plan.folder, dtype=dtype, device=device).requires_grad_(False)
-    if plan.vllm is None:
-        return OnlineFeatures(target, plan.tap_layers)
+    target = load_layerless(plan.folder, dtype=dtype, device=device).requires_grad_(False)
     longest = int(dataset.lengths.max())
     need = Need(plan.model, target.config, plan.tap_layers, longest, dtype)
     return open_features(plan.vllm, need, target, folder / "vllm.log")

@@ -1,0 +1,149 @@
+"""Where the time of one decode step goes on a GPU: kernels by kind, and the floor by bytes moved.
+
+    python benchmarks/step_breakdown.py --model smollm2-135m --head smollm2-135m-p-eagle \\
+        --depths 7 --concurrency 1 32 --context 300 --out FILE
+
+A step is captured as the engine captures it and replayed under torch's profiler. What is left of
+the step's time when all kernels are subtracted is the gaps between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from step_costs import Bench, drafters_for, milliseconds
+from torch.profiler import ProfilerActivity, profile
+
+from peagle.checkpoints.references import resolve_model
+from peagle.checkpoints.targets import load_target
+from peagle.files import write_json
+from peagle.provenance import provenance
+
+REPLAYS = 20
+BANDWIDTH = {"NVIDIA H200": 4.8e12}  # bytes per second, from the data sheet
+KINDS = {  # how a kernel's name tells what it is for; the first that fits
+    "attention": ("_attend", "_merge_splits", "_merge"),
+    "rotary embedding, cache write": ("_rotate",),
+    "products with norm, gate, residual": ("_fused_linear",),
+    "products (cuBLAS)": ("gemm", "cutlass", "nvjet", "cublas", "splitK", "gemv"),
+    "norms and gates": ("_rms_norm", "_norm_pair", "_silu", "_quantize_row"),
+    "choosing tokens": ("peaks_kernel", "merge_kernel", "scores_kernel", "borders_kernel"),
+    "lane bookkeeping": ("_begin", "_plan", "_expand", "_pick", "_commit", "_keep_taps"),
+}
+
+
+def kind_of(name: str) -> str:
+    for kind, parts in KINDS.items():
+        if any(part in name for part in parts):
+            return kind
+    return "other torch operations"
+
+
+def weight_bytes(module: torch.nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def floor_bytes(bench: Bench, batch: int, depth: int, context: int) -> dict[str, float]:
+    """What must be read once: the weights that a step uses, and the keys and values."""
+    engine = bench.engine
+    target = engine.target
+    table = target.embed_tokens.weight
+    rows_only = 0 if target.config.tie_word_embeddings else table.numel() * table.element_size()
+    parts: dict[str, float] = {"target weights": weight_bytes(target) - rows_only}
+    caches = [engine.runner.target_cache]
+    if depth and engine.speculation is not None:
+        network: Any = engine.speculation.drafter.network  # type: ignore[attr-defined]
+        own = weight_bytes(network)
+        output = network.output_weight()
+        shared = 0 if network.lm_head is not None else output.numel() * output.element_size()
+        parts["drafter weights, output table"] = own + shared
+        assert engine.runner.draft_cache is not None
+        caches.append(engine.runner.draft_cache)
+    per_token = sum(2 * c.keys.stride(0) // c.keys.shape[1] * c.keys.shape[0] * 2 for c in caches)
+    parts["keys and values"] = batch * context * per_token
+    return parts
+
+
+@torch.inference_mode()
+def breakdown(bench: Bench, batch: int, depth: int, context: int) -> dict[str, Any]:
+    assert bench.place(batch, context, depth)
+    step = bench.step(batch, depth, context)
+    state = bench.engine.models.state
+    milliseconds(step)  # compiled and warm
+    bench.place(batch, context, depth)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    bench.place(batch, context, depth)
+    times = []
+    for _ in range(REPLAYS):
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        times.append(begun.elapsed_time(ended))
+        state.num_computed[:batch] = context
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(REPLAYS):
+            graph.replay()
+        torch.cuda.synchronize()
+    kinds: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    names: dict[str, float] = defaultdict(float)
+    for event in profiled.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kind = kinds[kind_of(event.name)]
+            kind[0] += event.device_time / REPLAYS
+            kind[1] += 1 / REPLAYS
+            names[event.name] += event.device_time / REPLAYS
+    step_ms = sorted(times)[len(times) // 2]
+    kernels_us = sum(us for us, _ in kinds.values())
+    floor = floor_bytes(bench, batch, depth, context)
+    bandwidth = BANDWIDTH.get(torch.cuda.get_device_name(), 0.0)
+    return {
+        "K": depth,
+        "concurrency": batch,
+        "context": context,
+        "step_us": 1000 * step_ms,
+        "kernels": {k: {"us": us, "launches": n} for k, (us, n) in sorted(kinds.items())},
+        "gaps_us": 1000 * step_ms - kernels_us,
+        "floor_bytes": floor,
+        "floor_us": 1e6 * sum(floor.values()) / bandwidth if bandwidth else None,
+        "longest_kernels_us": dict(sorted(names.items(), key=lambda item: -item[1])[:12]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--head", nargs="*", default=[])
+    parser.add_argument("--depths", type=int, nargs="+", default=[7])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--context", type=int, nargs="+", default=[300])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    target = load_target(
+        resolve_model(args.model), dtype=torch.bfloat16, device=torch.device("cuda")
+    ).requires_grad_(False)
+    rows = []
+    for method, drafter in {"none": None, **drafters_for(target, args)}.items():
+        bench = Bench(target, drafter, args)
+        for batch in args.concurrency:
+            for depth in [0] if drafter is None else args.depths:
+                for context in args.context:
+                    row = {"method": method} | breakdown(bench, batch, depth, context)
+                    rows.append(row)
+                    print(json.dumps(row), flush=True)
+    workload = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+    if args.out:
+        document = {"steps": rows, "workload": workload, "provenance": provenance(probe_torch=True)}
+        write_json(args.out, document)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Measuring: workloads, clients that drive a backend, the grid, and the results they leave."""

@@ -1,0 +1,90 @@
+"""What the harness and a client say to each other: a turn to be answered, and how it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from peagle.bench.workloads import Task
+from peagle.sampling_params import SamplingParams
+from peagle.speculation.statistics import SpecDecodeStats
+
+
+@dataclass(eq=False)
+class Call:
+    """One turn of one task. `prompt` is in the form that the client itself made."""
+
+    task: Task
+    turn: int
+    prompt: Any
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    num_tokens: int
+    token_ids: list[int] | None = None  # None: the backend shows none
+    stats: SpecDecodeStats | None = None
+    error: str | None = None
+    refused: bool = False  # with an error: it never ran, the backend cannot serve it
+
+
+class Update(NamedTuple):
+    """`num_tokens` are there at `time`; `answer` comes with the last of them."""
+
+    call: Call
+    time: float
+    num_tokens: int
+    answer: Answer | None = None
+
+
+@dataclass(eq=False)
+class Record:
+    """What became of a call. `begun` is its start, or its scheduled arrival."""
+
+    call: Call
+    begun: float
+    times: list[float] = field(default_factory=list)  # of each chunk of tokens
+    counts: list[int] = field(default_factory=list)  # tokens there at that time
+    answer: Answer | None = None  # None: it was cut short
+    refused: bool = False  # Answer.refused, or the client did not take it
+
+
+class Client(Protocol):
+    """Drives one backend. Times are those of time.perf_counter."""
+
+    def prompt(self, task: Task, answers: Sequence[str]) -> Any:
+        """The prompt of the turn that follows the answers given so far."""
+        ...
+
+    def start(self, call: Call) -> None:
+        """Raises RequestError if it can never be served."""
+        ...
+
+    def wait(self, timeout: float | None) -> list[Update]:
+        """Lets the backend work and says what came. May return nothing, at the latest after
+        `timeout` seconds where nothing is open. Raises BackendError if the backend is gone."""
+        ...
+
+    def cancel(self) -> None:
+        """Gives up all that is open."""
+        ...
+
+
+def messages(task: Task, answers: Sequence[str]) -> list[dict[str, str]]:
+    """The conversation up to the turn that is due."""
+    said = [] if task.system is None else [{"role": "system", "content": task.system}]
+    for turn, answer in zip(task.turns, answers, strict=False):
+        said.append({"role": "user", "content": turn})
+        said.append({"role": "assistant", "content": answer})
+    return [*said, {"role": "user", "content": task.turns[len(answers)]}]
+
+
+def plain_text(task: Task, answers: Sequence[str]) -> str:
+    """The same without a chat template."""
+    said = [] if task.system is None else [task.system]
+    for turn, answer in zip(task.turns, answers, strict=False):
+        said += [turn, answer]
+    return "\n".join([*said, task.turns[len(answers)]])

@@ -1,0 +1,119 @@
+"""What a grid measures: the keys of `peagle bench`, on the command line or in a YAML file.
+
+Each default stands here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_args
+
+from peagle.bench.workloads import OFFLINE
+from peagle.config import EngineConfig, Method
+from peagle.errors import ConfigError
+
+EMBEDDED, VLLM = "embedded", "vllm"
+NONE, NGRAM = "none", "ngram"
+# Keys that go to the engine under the same names, and those that vLLM alone knows.
+ENGINE_KEYS = (
+    *("dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("block_size", "kv_cache_memory_bytes", "quantization", "gpu_memory_utilization"),
+)
+VLLM_KEYS = ("tensor_parallel_size", "kv_cache_dtype", "enable_prefix_caching", "enforce_eager")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchPlan:
+    """Lists may be written as one text with commas."""
+
+    model: str
+    out: str
+    spec_model: list[str] = field(default_factory=list)
+    spec_method: list[str] = field(default_factory=list)
+    spec_tokens: list[int] = field(default_factory=list)  # empty: what each head advises
+    concurrency: list[int] = field(default_factory=list)  # empty: 1, unless there are rates
+    request_rate: list[float] = field(default_factory=list)  # requests per second
+    workload: list[str] = field(default_factory=lambda: [OFFLINE])
+    num_prompts: int | None = None  # of each workload; None: all (synthetic: 32)
+    max_tokens: int = 256
+    temperature: float = 0.0
+    ignore_eos: bool = False
+    raw: bool = False
+    repeats: int = 3
+    warmup: int | None = None  # requests before a cell's first run; None: as many as its streams
+    interleave: bool = True
+    max_engines: int | None = None  # alive at once; None: all embedded ones, one of vLLM's
+    seed: int = 0
+    backend: str = EMBEDDED
+    overwrite: bool = False
+    dtype: str = EngineConfig.dtype
+    device: str = EngineConfig.device
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    tensor_parallel_size: int | None = None
+    quantization: str | None = None
+    gpu_memory_utilization: float | None = None
+    kv_cache_dtype: str | None = None
+    enable_prefix_caching: bool | None = None
+    enforce_eager: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("concurrency", "request_rate", "spec_tokens"):
+            for value in getattr(self, name):
+                _require(value > 0, name, value, "more than 0")
+        _require(self.repeats >= 1, "repeats", self.repeats, "1 or more")
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
+        _require(self.temperature >= 0, "temperature", self.temperature, "0 or more")
+        _require(self.warmup is None or self.warmup >= 0, "warmup", self.warmup, "0 or more")
+        most = self.max_engines
+        _require(most is None or most >= 1, "max_engines", most, "1 or more")
+        for method in self.spec_method:
+            if not self.is_endpoint and method not in get_args(Method):
+                known = ", ".join(get_args(Method))
+                raise ConfigError(f"--spec-method {method} is unknown", hint=f"use one of: {known}")
+        if self.spec_tokens and not (self.spec_model or set(self.spec_method) - {NONE}):
+            raise ConfigError(
+                "--spec-tokens was given, but no drafter",
+                hint="add --spec-model HEAD or --spec-method ngram",
+            )
+        self._refuse_unused()
+
+    @property
+    def is_endpoint(self) -> bool:
+        return self.backend not in (EMBEDDED, VLLM)
+
+    @property
+    def concurrencies(self) -> list[int]:
+        return self.concurrency or ([] if self.request_rate else [1])
+
+    @property
+    def path(self) -> Path:
+        return Path(self.out).expanduser()
+
+    def _refuse_unused(self) -> None:
+        used: tuple[str, ...] = {EMBEDDED: ENGINE_KEYS, VLLM: (*ENGINE_KEYS, *VLLM_KEYS)}.get(
+            self.backend, ()
+        )
+        for name in (*ENGINE_KEYS, *VLLM_KEYS):
+            if name not in used and getattr(self, name) not in (None, "auto"):
+                raise ConfigError(f"{name} has no effect on backend {self.backend}", hint="drop it")
+        if self.is_endpoint and not self.backend.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"backend {self.backend!r} is unknown",
+                hint="use embedded, vllm or http://HOST:PORT",
+            )
+        several = len(self.spec_method) > 1 or len(self.spec_tokens) > 1
+        if self.is_endpoint and (self.spec_model or several):
+            raise ConfigError(
+                "an endpoint runs the one drafter that its server was started with",
+                hint="name it by --spec-method and --spec-tokens, one each, for the tables",
+            )
+
+
+def _require(ok: bool, name: str, value: object, allowed: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name}={value} is out of range", hint=f"use {allowed}")

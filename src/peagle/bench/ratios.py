@@ -1,0 +1,98 @@
+"""Ratios of two speeds with their 95 % intervals. Speeds scatter by factors, so logs are taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, variance
+
+from peagle.bench.intervals import Interval, t_quantile
+
+Speeds = Mapping[int, float]  # number of the repeat -> tokens per second
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """How much the speeds of settings that ran in the same repeats scatter against each other.
+
+    Pooled over all of them: with two or three repeats a setting's own scatter says little, and
+    among many settings some look calm by chance. `variance` is that of one log speed, without
+    what a whole repeat has in common (drift); None from a single repeat or setting.
+    """
+
+    variance: float | None
+    degrees: int = 0
+
+    def ratio(self, new: Speeds, base: Speeds) -> Interval:
+        """`new` over `base`, from the repeats that both have; no bounds from a single one."""
+        assert new, "no repeats to compare"
+        assert base, "no repeats to compare with"
+        logs = [math.log(new[n] / base[n]) for n in new if n in base]
+        if not logs:
+            return Interval(math.exp(_mean_log(new.values()) - _mean_log(base.values())))
+        if self.variance is None or len(logs) == 1:
+            return Interval(math.exp(fmean(logs)))
+        half = t_quantile(self.degrees) * math.sqrt(2 * self.variance / len(logs))
+        return _from_logs(fmean(logs), half, len(logs))
+
+
+def scatter_of(rows: Iterable[Speeds]) -> Scatter:
+    """`rows`: one for each setting. Those that lack a repeat of the longest are left out. What
+    remains of a log speed behind its setting's mean and its repeat's is scatter: with two rows
+    this is the paired t test."""
+    speeds = list(rows)
+    repeats = max((row.keys() for row in speeds), key=len, default=set[int]())
+    logs = [[math.log(row[n]) for n in repeats] for row in speeds if row.keys() >= repeats]
+    degrees = (len(logs) - 1) * (len(repeats) - 1)
+    if degrees < 1:
+        return Scatter(None)
+    by_repeat = [fmean(column) for column in zip(*logs, strict=True)]
+    middle = fmean(by_repeat)
+    squares = math.fsum(
+        (value - fmean(row) - repeat + middle) ** 2
+        for row in logs
+        for value, repeat in zip(row, by_repeat, strict=True)
+    )
+    return Scatter(squares / degrees, degrees)
+
+
+def unpaired_ratio(new: Sequence[float], base: Sequence[float]) -> Interval:
+    """`new` over `base` of two separate measurements (Welch). No bounds if one has one repeat."""
+    new_logs, base_logs = [math.log(x) for x in new], [math.log(x) for x in base]
+    assert new_logs, "no repeats to compare"
+    assert base_logs, "no repeats to compare with"
+    center = fmean(new_logs) - fmean(base_logs)
+    if min(len(new_logs), len(base_logs)) == 1:
+        return Interval(math.exp(center))
+    parts = [variance(logs) / len(logs) for logs in (new_logs, base_logs)]
+    degrees = _welch_degrees(parts, [len(new_logs), len(base_logs)])
+    half = t_quantile(degrees) * math.sqrt(sum(parts))
+    return _from_logs(center, half, min(len(new_logs), len(base_logs)))
+
+
+def is_above(ratio: Interval, bound: float) -> bool:
+    """Whether the whole interval is; never known from a single repeat."""
+    return ratio.low is not None and ratio.low > bound
+
+
+def is_below(ratio: Interval, bound: float) -> bool:
+    return ratio.high is not None and ratio.high < bound
+
+
+def _welch_degrees(parts: Sequence[float], counts: Sequence[int]) -> int:
+    """Rounded down, so that the interval is rather too wide; 2 less a rounding error stays 2."""
+    spread = sum(part**2 / (n - 1) for part, n in zip(parts, counts, strict=True))
+    if spread == 0:  # no scatter at all: the half width is zero anyway
+        return min(counts) - 1
+    return max(1, math.floor(sum(parts) ** 2 / spread + 1e-6))
+
+
+def _mean_log(speeds: Iterable[float]) -> float:
+    return fmean(math.log(speed) for speed in speeds)
+
+
+def _from_logs(center: float, half: float, count: int) -> Interval:
+    return Interval(
+        math.exp(center), math.exp(center - half), math.exp(center + half), num_values=count
+    )

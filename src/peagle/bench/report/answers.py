@@ -1,0 +1,135 @@
+"""The answers themselves: side by side with drafts shown, where they differ, and which loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from peagle.bench import series, timings
+from peagle.bench.report.formats import DASH, number, share
+from peagle.bench.report.markup import details, paragraph, table, text
+from peagle.bench.results import Difference, Results, Sample
+from peagle.bench.settings import (
+    NONE,
+    Setting,
+    by_place,
+    full_name,
+    series_names,
+    short_name,
+    usable_runs,
+)
+
+SHOWN_OPEN = 2  # prompts; the others fold
+
+
+def samples_block(samples: Sequence[Sample]) -> str:
+    """Every prompt with the methods' answers beside each other."""
+    groups: dict[tuple[str, str], list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault((sample.workload, sample.prompt), []).append(sample)
+    blocks = [_sample_group(group) for group in groups.values()]
+    if not blocks:
+        return ""
+    legend = paragraph(
+        'Tokens that a drafter guessed and the target accepted are <mark class="draft">shaded and '
+        "underlined</mark>; the others are the target's own.",
+        kind="note",
+    )
+    rest = details(f"{len(blocks) - SHOWN_OPEN} more prompts", "\n".join(blocks[SHOWN_OPEN:]))
+    return "\n".join([legend, *blocks[:SHOWN_OPEN], rest])
+
+
+def _sample_group(group: Sequence[Sample]) -> str:
+    first = group[0]
+    in_order = sorted(group, key=lambda sample: _setting(sample).sort_key)
+    answers = "\n".join(_answer(sample, _short_label(sample, group)) for sample in in_order)
+    workload = "" if first.prompt.startswith(first.workload) else f"{first.workload}, "
+    # Prompts that are not ours to show come without their text.
+    question = f"<blockquote>{text(first.question)}</blockquote>\n" if first.question else ""
+    return (
+        f'<article>\n<h3 class="question">{text(workload + first.prompt)}</h3>\n{question}'
+        f'<div class="answers">\n{answers}\n</div>\n</article>'
+    )
+
+
+def _setting(sample: Sample) -> Setting:
+    """`Sample.method` is a label, `p-eagle (my-head)`."""
+    method, _, head = sample.method.partition(" ")
+    return Setting(method, sample.num_speculative_tokens, head or None)
+
+
+def _short_label(sample: Sample, group: Sequence[Sample]) -> str:
+    """Without the head where the method has one only."""
+    setting = _setting(sample)
+    heads = {s.head for other in group if (s := _setting(other)).method == setting.method}
+    name = setting.method if len(heads) == 1 else sample.method
+    return short_name(setting, {setting.series: name})
+
+
+def _answer(sample: Sample, label: str) -> str:
+    drafted = sum(token.drafted for token in sample.tokens)
+    length = f"{len(sample.tokens)} tokens"
+    count = length if sample.method == NONE else f"{drafted} of {length} drafted"
+    return (
+        f'<div class="answer"><h4>{text(label)}</h4>\n<p class="note">{count}</p>\n'
+        f'<div class="tokens">{_tokens(sample)}</div></div>'
+    )
+
+
+def _tokens(sample: Sample) -> str:
+    return "".join(
+        f'<mark class="draft">{text(token.text)}</mark>' if token.drafted else text(token.text)
+        for token in sample.tokens
+    )
+
+
+def differences_block(differences: Sequence[Difference]) -> str:
+    if not differences:
+        return ""
+    rows = [
+        [
+            f"{text(full_name(Setting(d.method, d.num_speculative_tokens)))}",
+            f"{text(d.workload)}, {text(d.load)}",
+            f"{text(d.prompt)}, turn {d.turn + 1}",
+            str(d.position + 1),
+            _token(d.expected, d.expected_text),
+            _token(d.got, d.got_text),
+            DASH if d.gap is None else f"{d.gap:.2g}",
+        ]
+        for d in differences
+    ]
+    columns = ("setting", "workload, load", "prompt", "token", "none says", "it says", "gap")
+    inner = table(
+        columns, rows, caption="First token that differs, one row an answer", words=(1, 2, 4, 5)
+    )
+    return details(f"{len(rows)} differences", inner)
+
+
+def _token(token: int | None, words: str) -> str:
+    return "(end)" if token is None else f"<code>{text(repr(words))}</code> {token}"
+
+
+def looping_table(results: Results) -> str:
+    """Acceptance with and without looping answers, by workload and setting."""
+    names, rows = series_names(results.cells), list[list[str]]()
+    chosen = [s for s in series.representatives(results) if s.method != NONE]
+    for workload in series.workloads(results):
+        for setting in chosen:
+            cells = [
+                cells[setting]
+                for place, cells in by_place(results.cells).items()
+                if place.workload == workload and setting in cells
+            ]
+            runs = [run for cell in cells for run in usable_runs(cell)]
+            lengths = [n for run in runs if (n := run.acceptance_length) is not None]
+            clean = [n for run in runs if (n := run.acceptance_without_looping) is not None]
+            if lengths and clean:
+                rows.append(
+                    [
+                        f"{text(workload)}, {text(short_name(setting, names))}",
+                        share(timings.looping_share(runs)),
+                        number(sum(lengths) / len(lengths)),
+                        number(sum(clean) / len(clean)),
+                    ]
+                )
+    columns = ("workload, setting", "looping answers", "acceptance length", "without them")
+    return table(columns, rows, caption="Looping answers") if rows else ""

@@ -1,0 +1,138 @@
+"""Runs a grid: every cell's repeats in turn, each kept in a file as soon as it is done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from peagle.bench.assemble import assemble
+from peagle.bench.cells import Run
+from peagle.bench.driver import Load, Outcome, drive
+from peagle.bench.grid import Drafting, GridCell, Turn, turns
+from peagle.bench.measure import measure
+from peagle.bench.meters import Meters
+from peagle.bench.plan import BenchPlan
+from peagle.bench.request_params import RequestParams
+from peagle.bench.results import Manifest, Results
+from peagle.bench.results_file import save_results
+from peagle.bench.run_files import RunFiles
+from peagle.bench.server_metrics import difference
+from peagle.bench.sessions import Session
+from peagle.bench.store import Store
+from peagle.bench.workloads import Task, Workload
+from peagle.errors import BackendError, RequestError
+
+WARMUP_TOKENS = 32
+WARMUP_REQUESTS = 4  # where a request rate does not say how many run at once
+
+
+class Progress(Protocol):
+    """What a grid tells whoever watches it."""
+
+    def begin(self, todo: Sequence[Turn], num_done: int) -> None: ...
+
+    def start(self, turn: Turn) -> None: ...
+
+    def finish(self, turn: Turn, run: Run, seconds: float) -> None: ...
+
+
+class GridRunner:
+    def __init__(
+        self,
+        plan: BenchPlan,
+        manifest: Manifest,
+        store: Store,
+        session: Session,
+        workloads: Mapping[str, Workload],
+        cells: Sequence[GridCell],
+        progress: Progress,
+    ) -> None:
+        self.plan, self.manifest, self.store, self.session = plan, manifest, store, session
+        self.workloads, self.cells, self.progress = workloads, cells, progress
+        self.all_turns = list(turns(cells, plan.repeats, interleave=plan.interleave))
+        self.files = RunFiles(plan, store, session, cells)
+        self.warm: set[tuple[int, Drafting, Load]] = set()
+
+    def run(self) -> Results:
+        """Raises what cut it short, after keeping what there is."""
+        todo = [turn for turn in self.all_turns if not self._is_done(turn)]
+        self.progress.begin(todo, len(self.all_turns) - len(todo))
+        try:
+            for turn in todo:
+                begun = time.perf_counter()
+                self.progress.start(turn)
+                self.progress.finish(turn, self._run(turn), time.perf_counter() - begun)
+                self.save()
+        except BackendError as error:
+            kept = f"what was measured is kept in {self.store.folder}"
+            raise BackendError(f"{error.message}; {kept}", hint=error.hint) from error
+        finally:
+            results = self.save()
+        return results
+
+    def save(self) -> Results:
+        results = assemble(self.manifest, self.cells, self.all_turns, self.store.load_all())
+        save_results(results, self.store.folder)
+        return results
+
+    def _is_done(self, turn: Turn) -> bool:
+        file = self.store.load(turn)
+        return file is not None and not file.run.partial
+
+    def _run(self, turn: Turn) -> Run:
+        cell = turn.cell
+        self._warm_up(cell)
+        client = self.session.client(cell.drafting)
+        tasks = self._tasks(cell)
+        before = self.session.counters()
+        with Meters(self.session.device) as meters:
+            outcome = drive(client, tasks, cell.load, self._params_of(cell), seed=self.plan.seed)
+        after = self.session.counters()
+        server = difference(before, after) if after is not None else None
+        _refuse_a_run_of_refusals(outcome)
+        run = measure(outcome, meters, server)
+        self.store.save(self.files.make(turn, run, outcome))
+        if outcome.failure is not None:
+            raise outcome.failure
+        return run
+
+    def _warm_up(self, cell: GridCell) -> None:
+        """Once per engine, drafter and load: code is compiled and memory touched before it counts.
+        An engine that was closed and built anew is cold again."""
+        count = self.plan.warmup
+        if count is None:
+            count = cell.load.concurrency or WARMUP_REQUESTS
+        if not count:
+            return
+        key = (self.session.engine_number(cell.drafting), cell.drafting, cell.load)
+        if key in self.warm:
+            return
+        self.warm.add(key)
+        tasks = self.workloads[cell.workload].at_least(count)[:count]
+        load = Load(concurrency=cell.load.concurrency or count)
+        client = self.session.client(cell.drafting)
+        outcome = drive(client, tasks, load, self._params_of(cell, most_tokens=WARMUP_TOKENS))
+        if outcome.failure is not None:
+            raise outcome.failure
+
+    def _tasks(self, cell: GridCell) -> list[Task]:
+        return self.workloads[cell.workload].at_least(cell.load.concurrency or 1)
+
+    def _params_of(self, cell: GridCell, most_tokens: int | None = None) -> RequestParams:
+        workload = self.workloads[cell.workload]
+        max_tokens = workload.max_tokens or self.plan.max_tokens
+        return RequestParams(
+            self.plan,
+            min(max_tokens, most_tokens or max_tokens),
+            self.plan.ignore_eos or workload.ignore_eos,
+            self.session.depth(cell.drafting),
+        )
+
+
+def _refuse_a_run_of_refusals(outcome: Outcome) -> None:
+    """What every prompt is refused for is no property of the prompts."""
+    refused = [record.answer for record in outcome.records if record.refused]
+    if refused and len(refused) == len(outcome.records):
+        assert refused[0] is not None
+        raise RequestError(f"the backend refuses every prompt: {refused[0].error}")

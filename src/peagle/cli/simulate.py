@@ -1,0 +1,162 @@
+"""`peagle simulate`: predicted OTPS for a target and a GPU that one does not have."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import typer
+
+from peagle.bench.acceptance import Profile, read_profiles
+from peagle.bench.results_file import load_results
+from peagle.bench.settings import full_name
+from peagle.bench.simulate import Prediction, best_by_concurrency, predict_grid
+from peagle.bench.validate import Errors, Validation, validate
+from peagle.cli import render
+from peagle.cli.cost_flags import CostFlags, step_costs, usual_concurrencies
+from peagle.cli.flags import expand_flags
+from peagle.cli.options import Json
+from peagle.errors import ConfigError
+
+
+@expand_flags
+def simulate_command(
+    flags: CostFlags,
+    acceptance: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATES|FILE",
+            help="0.73,0.51,0.35 per position; or bench results, or peagle evaluate --json.",
+        ),
+    ] = None,
+    method: Annotated[str, typer.Option(help="With a list of rates: which methods.")] = "p-eagle",
+    spec_tokens: Annotated[
+        str | None, typer.Option(help="K, several with commas; default: up to what is known.")
+    ] = None,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(help="Requests at once; default: those of --costs, else 1,4,16,64."),
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens behind each request.")] = 1024,
+    check: Annotated[
+        Path | None,
+        typer.Option("--validate", help="Predict the cells of bench results; state the error."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict OTPS by concurrency and K, the best K, and the break-even acceptance length."""
+    file = sys.stderr if as_json else sys.stdout
+    if context < 1:
+        raise ConfigError(f"--context {context} is out of range", hint="use >= 1")
+    if check is not None:
+        document = _validated(check, file)
+    else:
+        profiles = _profiles(acceptance, method)
+        loads = _ints(concurrency) if concurrency is not None else usual_concurrencies(flags)
+        costs, notes = step_costs(flags, list(profiles), loads, context)
+        predictions = predict_grid(
+            costs, profiles,
+            ks=_depths(spec_tokens, profiles), concurrencies=loads, context=context,
+        )  # fmt: skip
+        _print(predictions, notes, file)
+        document = {"notes": notes, "context": context, **_document(predictions)}
+    if as_json:
+        render.print_json(document)
+
+
+def _profiles(acceptance: str | None, method: str) -> dict[str, Profile]:
+    if acceptance is None:
+        raise ConfigError(
+            "how much is accepted is not known", hint="give --acceptance 0.73,0.51,0.35 or a file"
+        )
+    return read_profiles(acceptance, method.split(","))
+
+
+def _depths(spec_tokens: str | None, profiles: dict[str, Profile]) -> list[int]:
+    """As asked for, or every K that all profiles know."""
+    if spec_tokens is not None:
+        return _ints(spec_tokens)
+    first = max(min(profile.lengths) for profile in profiles.values())
+    last = min(max(profile.lengths) for profile in profiles.values())
+    return list(range(first, last + 1)) or [last]
+
+
+def _ints(text: str) -> list[int]:
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(f"{text!r} is no list of whole numbers from 1", hint="write 1,3,5")
+    return numbers
+
+
+def _print(predictions: list[Prediction], notes: list[str], file: IO[str]) -> None:
+    for note in notes:
+        file.write(f"{note}\n")
+    columns = (
+        "method, concurrency",
+        "K",
+        "none tok/s",
+        "tok/s",
+        "gain",
+        "tokens/step",
+        "break-even",
+    )
+    rows = [
+        [
+            f"{p.method}, {p.concurrency}",
+            str(p.num_speculative_tokens),
+            f"{p.plain_otps:,.0f}",
+            f"{p.otps:,.0f}",
+            f"{p.gain:.2f}x",
+            f"{p.acceptance_length:.2f}",
+            f"{p.break_even_length:.2f}",
+        ]
+        for p in predictions
+    ]
+    render.print_table("predicted output tokens per second", columns, rows, file=file)
+    for concurrency, best in best_by_concurrency(predictions).items():
+        words = f"{best.method}, K = {best.num_speculative_tokens}" if best else "no speculation"
+        gain = f", {best.gain:.2f}x" if best else ""
+        file.write(f"best at concurrency {concurrency}: {words}{gain}\n")
+
+
+def _document(predictions: list[Prediction]) -> dict[str, Any]:
+    best = best_by_concurrency(predictions)
+    return {
+        "predictions": [asdict(p) | {"gain": p.gain} for p in predictions],
+        "best": {str(n): asdict(p) | {"gain": p.gain} if p else None for n, p in best.items()},
+    }
+
+
+def _validated(path: Path, file: IO[str]) -> dict[str, Any]:
+    validation = validate(load_results(path))
+    columns = ("workload, concurrency", "setting", "measured tok/s", "own", "left out")
+    rows = [
+        [
+            f"{c.workload}, {c.concurrency}",
+            full_name(c.setting),
+            f"{c.measured_otps:.1f}",
+            f"{c.own / c.measured_otps - 1:+.1%}",
+            "-" if c.left_out is None else f"{c.left_out / c.measured_otps - 1:+.1%}",
+        ]
+        for c in validation.cells
+    ]
+    render.print_table("prediction against measurement", columns, rows, file=file)
+    file.write(f"own step times and acceptance: {_error(validation.own)}\n")
+    if validation.left_out:
+        file.write(f"from neighbours alone: {_error(validation.left_out)}\n")
+    else:
+        file.write("from neighbours alone: not known, it takes three K or three concurrencies\n")
+    return _validation_document(validation)
+
+
+def _error(errors: Errors) -> str:
+    return f"median error {errors.median:.1%}, worst {errors.worst:.1%}, {errors.num_cells} cells"
+
+
+def _validation_document(validation: Validation) -> dict[str, Any]:
+    return asdict(validation)

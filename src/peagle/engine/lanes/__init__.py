@@ -1,0 +1,12 @@
+"""Decoding without asking the host: the engine's form for GPUs.
+
+Each running request has a lane, a row of tensors on the device (kernels/lane_state.py). A step
+reads and writes lanes alone, so it can be captured in a CUDA graph, and the host launches the
+next step before it has read the last one's tokens.
+
+caches     the tensors that all steps share
+steps      one step as a function of static tensors: decode and prefill
+graphs     steps captured as CUDA graphs, made when first used
+seats      the host's side of a lane: blocks, what is in flight
+engine     LaneEngine: admit, prefill, decode, collect
+"""

@@ -1,0 +1,126 @@
+"""Steps that are made when first used and kept; on a GPU each is one CUDA graph.
+
+A run copies its inputs to the device, starts the step and the copy of its report back, and
+returns at once. Copies go through pinned memory, which torch keeps until they are done, so the
+host waits for nothing until it reads a report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from peagle.engine.lanes.caches import LaneModels
+from peagle.engine.lanes.steps import DecodeShape, DecodeStep, PrefillShape, PrefillStep
+
+WARM_UPS = 2  # Triton compiles and cuBLAS chooses before anything is captured
+
+
+class Step(Protocol):
+    inputs: Tensor  # int64, the device's copy of what the host says
+
+    def __call__(self) -> Tensor: ...
+
+
+class Report:
+    """What a step tells the host; `rows` waits for it, and so for both marks."""
+
+    def __init__(self, device_report: Tensor, begun: Mark) -> None:
+        self.begun = begun
+        self._host = device_report
+        if device_report.is_cuda:
+            self._host = torch.empty_like(device_report, device="cpu", pin_memory=True)
+            self._host.copy_(device_report, non_blocking=True)
+        self.ended = Mark(device_report.device)
+
+    def rows(self) -> list[list[int]]:
+        self.ended.wait()
+        rows: list[list[int]] = self._host.tolist()
+        return rows
+
+
+class Mark:
+    """A moment in what the device does; on the CPU, now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._time = perf_counter()
+        self._event: Any = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def since(self, earlier: Mark) -> float:
+        if self._event is None:
+            return self._time - earlier._time
+        milliseconds: float = earlier._event.elapsed_time(self._event)
+        return milliseconds / 1000
+
+
+class DirectStep:
+    """The plain twin of GraphedStep: runs the step as it is."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+    def run(self, inputs: Tensor) -> Report:
+        begun = Mark(inputs.device)
+        self.step.inputs.copy_(inputs)
+        return Report(self.step(), begun)
+
+
+class GraphedStep:
+    """The step as a CUDA graph. Captured with the inputs it was made with, which name the dummy
+    lane alone, so that warming up disturbs nobody."""
+
+    def __init__(self, step: Step, pool: Any) -> None:
+        self.step = step
+        self._given: Tensor | None = None  # what the device has
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self._report = step()
+
+    def run(self, inputs: Tensor) -> Report:
+        if self._given is None or not torch.equal(inputs, self._given):
+            self.step.inputs.copy_(inputs.pin_memory(), non_blocking=True)
+            self._given = inputs
+        begun = Mark(self._report.device)
+        self._graph.replay()
+        return Report(self._report, begun)
+
+
+class Steps:
+    """All steps of an engine, by shape."""
+
+    def __init__(self, models: LaneModels) -> None:
+        self.models = models
+        self._decode: dict[DecodeShape, DirectStep | GraphedStep] = {}
+        self._prefill: dict[PrefillShape, DirectStep | GraphedStep] = {}
+        self._pool = torch.cuda.graph_pool_handle() if models.device.type == "cuda" else None
+
+    def decode(self, shape: DecodeShape, lanes: Sequence[int]) -> Report:
+        if shape not in self._decode:
+            self._decode[shape] = self._made(DecodeStep(self.models, shape))
+        padding = [self.models.state.dummy] * (shape.batch - len(lanes))
+        return self._decode[shape].run(torch.tensor([*lanes, *padding]))
+
+    def prefill(self, shape: PrefillShape, inputs: Tensor) -> Report:
+        if shape not in self._prefill:
+            self._prefill[shape] = self._made(PrefillStep(self.models, shape))
+        return self._prefill[shape].run(inputs)
+
+    def _made(self, step: Step) -> DirectStep | GraphedStep:
+        return DirectStep(step) if self._pool is None else GraphedStep(step, self._pool)

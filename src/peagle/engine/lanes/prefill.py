@@ -1,0 +1,74 @@
+"""Prompt rows of several seats as the inputs of one prefill step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peagle.engine.lanes.seats import Seat
+from peagle.engine.lanes.steps import PREFILL_ITEM, PrefillInputs
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Known tokens first .. first + count - 1 of a seat."""
+
+    seat: Seat
+    first: int
+    count: int
+
+    @property
+    def num_items(self) -> int:
+        return -(-self.count // PREFILL_ITEM)
+
+    @property
+    def is_final(self) -> bool:
+        return self.first + self.count == self.seat.length
+
+
+def next_chunks(seats: Sequence[Seat], max_items: int) -> list[Chunk]:
+    """What fits in one step, the oldest first. Only whole items are left for later."""
+    chunks = []
+    for seat in seats:
+        left = seat.length - seat.num_prefilled
+        if left > 0 and max_items > 0:
+            chunk = Chunk(seat, seat.num_prefilled, min(left, max_items * PREFILL_ITEM))
+            chunks.append(chunk)
+            max_items -= chunk.num_items
+    return chunks
+
+
+def prefill_inputs(chunks: Sequence[Chunk], num_items: int, dummy_lane: int) -> Tensor:
+    """One int64 tensor in the order of PrefillInputs, padded to `num_items`."""
+    rows = num_items * PREFILL_ITEM
+    sizes = [rows, rows, *(num_items for _ in range(7))]
+    packed = torch.zeros(sum(sizes), dtype=torch.int64)
+    fields = PrefillInputs(*torch.split(packed, sizes))
+    fields.lanes.fill_(dummy_lane)
+    fields.final_lanes.fill_(dummy_lane)
+    item = 0
+    for n, chunk in enumerate(chunks):
+        _fill(fields, chunk, item)
+        if chunk.is_final:
+            fields.final_rows[n] = item * PREFILL_ITEM + chunk.count - 1
+            fields.final_lanes[n] = chunk.seat.lane
+            fields.final_lengths[n] = chunk.seat.length
+        item += chunk.num_items
+    return packed
+
+
+def _fill(fields: PrefillInputs, chunk: Chunk, item: int) -> None:
+    tokens = chunk.seat.request.token_ids
+    row, end = item * PREFILL_ITEM, chunk.first + chunk.count
+    fields.token_ids[row : row + chunk.count] = torch.tensor(tokens[chunk.first : end])
+    known = tokens[chunk.first + 1 : end + 1]  # one fewer where the prompt ends
+    fields.next_ids[row : row + len(known)] = torch.tensor(known, dtype=torch.int64)
+    items = slice(item, item + chunk.num_items)
+    offsets = torch.arange(chunk.num_items) * PREFILL_ITEM
+    fields.lanes[items] = chunk.seat.lane
+    fields.starts[items] = chunk.first + offsets
+    fields.counts[items] = (chunk.count - offsets).clamp(max=PREFILL_ITEM)
+    fields.draft_counts[items] = (len(known) - offsets).clamp(0, PREFILL_ITEM)

@@ -1,0 +1,178 @@
+"""How many cache blocks an engine gets, counted from sizes before any is allocated.
+
+On a GPU: what `gpu_memory_utilization` allows, less what is in use once the weights are loaded
+(by anybody: another process's memory counts too), less a reserve for passes and graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from peagle.config import EngineConfig
+from peagle.engine.blocks import BlockAllocator
+from peagle.engine.kv_cache import slot_bytes
+from peagle.engine.runner import target_layout
+from peagle.errors import ConfigError
+from peagle.models.config import DecoderConfig
+from peagle.models.drafter import Drafter
+from peagle.models.target import TargetModel
+
+CPU_CACHE_BYTES = 2 << 30  # an upper bound: the system hands out pages as they are written first
+# Estimates. Graphs keep their passes' memory beside that of passes outside of graphs.
+POOLS = 2
+WORKSPACE_BYTES = 512 << 20  # the libraries' workspaces, loaded kernels, the graphs themselves
+LOGIT_BYTES = 32  # float32 logits, filtered, sorted with their places, probabilities, noise
+
+MORE_ROOM = (
+    "raise gpu_memory_utilization, lower max_model_len, max_num_seqs or max_num_batched_tokens, "
+    "or use quantization=fp8"
+)
+
+
+class DeviceMemory(NamedTuple):
+    total: int
+    free: int  # for us
+
+
+class CacheNeed(NamedTuple):
+    block_bytes: int  # in the caches of target and drafter together
+    longest: int  # tokens of a request: max_model_len
+    per_request: int  # blocks of such a request
+    at_once: int  # blocks that all requests could hold at once
+
+    @property
+    def least_bytes(self) -> int:
+        return self.block_bytes * self.per_request
+
+
+def make_allocator(
+    target: TargetModel, drafter: Drafter | None, config: EngineConfig, max_model_len: int
+) -> BlockAllocator:
+    """As many blocks as the memory holds, and no more than could ever be used at once."""
+    need = cache_need(target, drafter, config, max_model_len)
+    device = target.embed_tokens.weight.device
+    memory = device_memory(device)
+    reserve = 0 if memory is None else step_reserve(target, drafter, config)
+    num_blocks = count_blocks(need, config, memory, reserve)
+    return BlockAllocator(num_blocks, config.block_size, contiguous=device.type != "cuda")
+
+
+def cache_need(
+    target: TargetModel, drafter: Drafter | None, config: EngineConfig, max_model_len: int
+) -> CacheNeed:
+    layouts = [target_layout(target)]
+    if drafter is not None and drafter.cache_layout is not None:
+        layouts.append(drafter.cache_layout)
+    dtype = target.embed_tokens.weight.dtype
+    block_bytes = config.block_size * sum(slot_bytes(layout, dtype) for layout in layouts)
+    per_request = -(-max_model_len // config.block_size)
+    return CacheNeed(block_bytes, max_model_len, per_request, per_request * config.max_num_seqs)
+
+
+def count_blocks(
+    need: CacheNeed, config: EngineConfig, memory: DeviceMemory | None, reserve: int
+) -> int:
+    """`memory` None: a CPU's. Raises ConfigError where one request of full length does not fit."""
+    budget = cache_budget(config, memory, reserve)
+    if budget < need.least_bytes:
+        raise _too_little(need, config, memory, reserve)
+    num_blocks = min(budget // need.block_bytes, need.at_once)
+    num_bytes = num_blocks * need.block_bytes
+    if memory is not None and num_bytes > memory.free:  # more was asked for than there is
+        raise ConfigError(
+            f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}: the cache takes "
+            f"{_gib(num_bytes)}, the GPU has {_gib(memory.free)} free",
+            hint="lower kv_cache_memory_bytes, or leave it out",
+        )
+    return num_blocks
+
+
+def cache_budget(config: EngineConfig, memory: DeviceMemory | None, reserve: int) -> int:
+    """Bytes that the caches may take; below 0 where not even the reserve fits."""
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    if memory is None:
+        return CPU_CACHE_BYTES
+    in_use = memory.total - memory.free
+    return int(memory.total * config.gpu_memory_utilization) - in_use - reserve
+
+
+def step_reserve(target: TargetModel, drafter: Drafter | None, config: EngineConfig) -> int:
+    """Bytes that steps need beside weights and caches."""
+    drafts = drafter.max_speculative_tokens if drafter else 0
+    rows = config.max_num_batched_tokens
+    # The drafter's pass has fewer layers and comes when the target's is over: it finds room.
+    passes = activation_bytes(
+        target.config,
+        itemsize=target.embed_tokens.weight.dtype.itemsize,
+        rows=rows,
+        sampled_rows=min(config.max_num_seqs * (1 + drafts), rows),
+    )
+    return POOLS * passes + WORKSPACE_BYTES
+
+
+def activation_bytes(sizes: DecoderConfig, *, itemsize: int, rows: int, sampled_rows: int) -> int:
+    """What a pass over `rows` holds at the most, if nothing of a layer is freed before its end.
+
+    Every layer's output counts, since any may be tapped; logits of `sampled_rows` alone.
+    """
+    hidden, inner = sizes.hidden_size, sizes.intermediate_size
+    queries = sizes.num_attention_heads * sizes.head_dim
+    projected = queries + 2 * sizes.num_key_value_heads * sizes.head_dim
+    attention = 2 * hidden + 2 * projected + queries  # normed and summed; also rotated; attended
+    mlp = 2 * hidden + 3 * inner  # normed and summed; gate, up and their product
+    outputs = sizes.num_hidden_layers * hidden
+    in_float32 = 4 * 2 * hidden  # a norm's
+    row = (attention + mlp + outputs) * itemsize + in_float32
+    return rows * row + sampled_rows * sizes.vocab_size * (itemsize + LOGIT_BYTES)
+
+
+def device_memory(device: torch.device) -> DeviceMemory | None:
+    """None on a CPU. What torch keeps of freed tensors is handed back first: it counts as free."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return DeviceMemory(total, free)
+
+
+@contextmanager
+def reported_shortage(what: str, device: torch.device) -> Iterator[None]:
+    """Turns the GPU's out-of-memory into one line; `what` does not fit."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        free, total = torch.cuda.mem_get_info(device)
+        raise ConfigError(
+            f"{what} does not fit: the GPU has {_gib(free)} free of {_gib(total)}",
+            hint="use a smaller model or dtype, a larger GPU, or end what else runs on it",
+        ) from None
+
+
+def _too_little(
+    need: CacheNeed, config: EngineConfig, memory: DeviceMemory | None, reserve: int
+) -> ConfigError:
+    if memory is None or config.kv_cache_memory_bytes is not None:
+        budget = cache_budget(config, memory, reserve)
+        held = budget // need.block_bytes * config.block_size
+        return ConfigError(
+            f"kv_cache_memory_bytes={budget} holds {held} tokens, "
+            f"one request may have {need.longest}",
+            hint="raise kv_cache_memory_bytes or lower max_model_len",
+        )
+    in_use = memory.total - memory.free
+    share = config.gpu_memory_utilization
+    return ConfigError(
+        f"{_gib(in_use + reserve + need.least_bytes)} are needed, gpu_memory_utilization={share} "
+        f"gives {_gib(int(memory.total * share))}: {_gib(in_use)} are in use, {_gib(reserve)} are "
+        f"for passes, {_gib(need.least_bytes)} for one request of {need.longest} tokens",
+        hint=MORE_ROOM,
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

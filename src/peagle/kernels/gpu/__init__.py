@@ -1,0 +1,1 @@
+"""Triton kernels. Only imported where there is a GPU (or Triton's interpreter, in tests)."""

@@ -1,0 +1,246 @@
+"""Attention of few rows per sequence over a paged cache.
+
+Shapes: I items, Q rows each, N = I * Q rows, S slots, h heads, g key-value heads, D head dimension.
+The h / g heads that share a key-value head are further rows of one tile: each key is read once.
+
+A row's bits depend on its own item and on `num_splits` alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from peagle.kernels.gpu.overlap import gdc_launch_dependents, gdc_wait, launch_options, overlaps
+from peagle.kernels.gpu.rotary import rotate_and_write
+from peagle.kernels.gpu.tiles import Tile, choose_splits, tile
+from peagle.kernels.rows import PagedRows
+
+__all__ = ["Tile", "choose_splits", "paged_attention", "rotate_and_write", "tile"]
+
+# The highest score of a row that has seen no key. Finite: the difference of two is not NaN.
+LOWEST = tl.constexpr(-1.0e30)
+SPLITS_AT_ONCE = 16
+
+
+def paged_attention(
+    q: Tensor,  # [N, h, D]
+    keys: Tensor,  # [S, g, D]
+    values: Tensor,  # [S, g, D]
+    rows: PagedRows,
+    window: int | None,
+) -> Tensor:
+    """-> [N, h, D]; zeros for a row that sees no key."""
+    num_rows, heads, dim = q.shape
+    assert num_rows == len(rows.starts) * rows.rows_per_item
+    assert heads % keys.shape[1] == 0
+    assert all(t.is_contiguous() for t in (q, keys, values))
+    assert rows.block_tables.stride(1) == 1
+    out = torch.empty_like(q)
+    if num_rows == 0:
+        return out
+    if rows.num_splits == 1:
+        _run(q, keys, values, rows, window, out, out)
+        return out
+    parts = (num_rows, heads, rows.num_splits)
+    results = torch.empty(*parts, dim, dtype=torch.float32, device=q.device)
+    statistics = torch.empty(*parts, 2, dtype=torch.float32, device=q.device)
+    _run(q, keys, values, rows, window, results, statistics)
+    _merge[(num_rows * heads,)](
+        results,
+        statistics,
+        out,
+        D=dim,
+        SPLITS=rows.num_splits,
+        CHUNK=SPLITS_AT_ONCE,
+        BLOCK_D=triton.next_power_of_2(dim),
+        OVERLAPS=overlaps(num_rows),
+        num_warps=2,
+        **launch_options(num_rows),
+    )
+    return out
+
+
+def _run(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: PagedRows,
+    window: int | None,
+    results: Tensor,
+    statistics: Tensor,
+) -> None:
+    (num_rows, heads, dim), kv_heads = q.shape, keys.shape[1]
+    group = heads // kv_heads
+    sizes = tile(rows.rows_per_item, group, dim)
+    row_tiles = triton.cdiv(rows.rows_per_item * group, sizes.block_m)
+    _attend[(len(rows.starts) * row_tiles, kv_heads, rows.num_splits)](
+        q,
+        keys,
+        values,
+        results,
+        statistics,
+        rows.block_tables,
+        rows.tables,
+        rows.starts,
+        rows.ends,
+        rows.block_tables.stride(0),
+        rows.block_tables.shape[1] * rows.block_size,
+        math.log2(math.e) / math.sqrt(dim),
+        Q=rows.rows_per_item,
+        GROUP=group,
+        KV_HEADS=kv_heads,
+        D=dim,
+        WINDOW=window or 0,
+        BLOCK_SIZE=rows.block_size,
+        SPLITS=rows.num_splits,
+        ROW_TILES=row_tiles,
+        BLOCK_M=sizes.block_m,
+        BLOCK_N=sizes.block_n,
+        BLOCK_D=sizes.block_d,
+        OVERLAPS=overlaps(num_rows),
+        num_warps=sizes.num_warps,
+        num_stages=sizes.num_stages,
+        **launch_options(num_rows),
+    )
+
+
+@triton.jit
+def _attend(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    results_ptr,  # [N, h, D] of q's dtype, or with splits [N, h, SPLITS, D] float32
+    statistics_ptr,  # with splits: [N, h, SPLITS, 2] float32
+    block_tables_ptr,
+    tables_ptr,
+    starts_ptr,
+    ends_ptr,
+    table_stride,
+    capacity,  # positions of a block table
+    scale,  # of scores whose exponentials are powers of two
+    Q: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    BLOCK_SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    if OVERLAPS:
+        gdc_wait()
+    # 1. Which rows: queries and the heads of a group, folded.
+    item, kv_head = tl.program_id(0) // ROW_TILES, tl.program_id(1)
+    first_folded = (tl.program_id(0) % ROW_TILES) * BLOCK_M
+    folded = first_folded + tl.arange(0, BLOCK_M)
+    row = folded // GROUP  # of the item
+    head = kv_head * GROUP + folded % GROUP
+    column = tl.arange(0, BLOCK_D)
+    place = (item.to(tl.int64) * Q + row) * (KV_HEADS * GROUP) + head  # in [N, h]
+    is_real = (row < Q)[:, None] & (column < D)[None, :]
+    q = tl.load(q_ptr + place[:, None] * D + column[None, :], mask=is_real, other=0.0)
+
+    # 2. Which keys: those that some row of the tile sees, and of them this split's part. Tiles
+    # begin at multiples of BLOCK_N, so that a row's sums do not depend on its place in the item.
+    start = tl.load(starts_ptr + item).to(tl.int32)
+    position = start + row  # [BLOCK_M]
+    last_row = tl.minimum((first_folded + BLOCK_M - 1) // GROUP, Q - 1)
+    end = tl.minimum(tl.load(ends_ptr + item).to(tl.int32), start + last_row + 1)
+    end = tl.minimum(end, capacity)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(start + first_folded // GROUP - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    num_tiles = (tl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
+    if SPLITS > 1:
+        split_length = (num_tiles + SPLITS - 1) // SPLITS * BLOCK_N
+        begin += tl.program_id(2) * split_length
+        end = tl.minimum(end, begin + split_length)
+
+    # 3. Softmax over the tiles, rescaled whenever a row's highest score rises.
+    table_ptr = block_tables_ptr + tl.load(tables_ptr + item).to(tl.int64) * table_stride
+    highest = tl.full((BLOCK_M,), LOWEST, dtype=tl.float32)
+    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    result = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    for tile_begin in range(begin, end, BLOCK_N):
+        key = tile_begin + tl.arange(0, BLOCK_N)
+        may_read = key < end
+        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=may_read, other=0).to(tl.int64)
+        slot = block * BLOCK_SIZE + key % BLOCK_SIZE
+        offset = (slot * KV_HEADS + kv_head)[:, None] * D + column[None, :]
+        # What was never written may be NaN, and 0 * NaN is NaN: it is not even loaded.
+        is_there = may_read[:, None] & (column < D)[None, :]
+        k = tl.load(keys_ptr + offset, mask=is_there, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        sees = may_read[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW > 0:
+            sees = sees & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(sees, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        rescale = tl.exp2(highest - new_highest)
+        weights = tl.exp2(scores - new_highest[:, None])
+        v = tl.load(values_ptr + offset, mask=is_there, other=0.0)
+        product = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        result = result * rescale[:, None] + product
+        total = total * rescale + tl.sum(weights, axis=1)
+        highest = new_highest
+
+    if OVERLAPS:
+        gdc_launch_dependents()
+    # 4. The result, or what the merge needs of it.
+    if SPLITS == 1:
+        result = result / tl.where(total > 0.0, total, 1.0)[:, None]
+        out = results_ptr + place[:, None] * D + column[None, :]
+        tl.store(out, result.to(results_ptr.dtype.element_ty), mask=is_real)
+    else:
+        part = place * SPLITS + tl.program_id(2)
+        tl.store(results_ptr + part[:, None] * D + column[None, :], result, mask=is_real)
+        tl.store(statistics_ptr + part * 2, highest, mask=row < Q)
+        tl.store(statistics_ptr + part * 2 + 1, total, mask=row < Q)
+
+
+@triton.jit
+def _merge(
+    results_ptr,  # [N * h, SPLITS, D] float32
+    statistics_ptr,  # [N * h, SPLITS, 2] float32: highest score and sum of weights
+    out_ptr,  # [N * h, D]
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    if OVERLAPS:
+        gdc_wait()
+    place = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK_D)
+    highest = tl.full((1,), LOWEST, dtype=tl.float32)
+    total = tl.zeros((1,), dtype=tl.float32)
+    result = tl.zeros((BLOCK_D,), dtype=tl.float32)
+    for chunk in range(0, SPLITS, CHUNK):
+        split = chunk + tl.arange(0, CHUNK)
+        part = place * SPLITS + split
+        peak = tl.load(statistics_ptr + part * 2, mask=split < SPLITS, other=LOWEST)
+        weight = tl.load(statistics_ptr + part * 2 + 1, mask=split < SPLITS, other=0.0)
+        is_there = (split < SPLITS)[:, None] & (column < D)[None, :]
+        partial = tl.load(
+            results_ptr + part[:, None] * D + column[None, :], mask=is_there, other=0.0
+        )
+        new_highest = tl.maximum(highest, tl.max(peak, axis=0))
+        rescale = tl.exp2(highest - new_highest)
+        share = tl.exp2(peak - new_highest)  # [CHUNK]
+        result = result * rescale + tl.sum(partial * share[:, None], axis=0)
+        total = total * rescale + tl.sum(weight * share, axis=0)
+        highest = new_highest
+    if OVERLAPS:
+        gdc_launch_dependents()
+    result = result / tl.where(total > 0.0, total, 1.0)
+    tl.store(out_ptr + place * D + column, result.to(out_ptr.dtype.element_ty), mask=column < D)

@@ -1,0 +1,183 @@
+"""One token per row of logits, greedy or sampled, with static shapes and no look at the host.
+
+Greedy alone: 2 kernels. Sampling adds one, filters another. A row's token depends on nothing but
+its own logits and rules. Against kernels/plain/choose.py, gumbels differ by a few last bits, and
+borders of a nucleus as kernels/gpu/borders.py says.
+
+Shapes: R rows, V columns of logits, C chunks of a row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from peagle.kernels.gpu.argmax import merge_kernel, peaks_kernel
+from peagle.kernels.gpu.borders import borders_kernel
+from peagle.kernels.gpu.scores import scores_kernel
+from peagle.kernels.plain.choose import Chosen, RowRules
+
+# Few rows are cut finely, to occupy the whole device; no result depends on it.
+_FINE_CHUNK, _COARSE_CHUNK, _ENOUGH_PROGRAMS = 1024, 2048, 2048
+# Sums of mass do depend on this one, so it is the same for any number of rows.
+_BORDER_BLOCK = 4096
+
+
+class Chunks(NamedTuple):
+    """The largest logit of each chunk and its column; how a row is cut."""
+
+    peaks: Tensor  # [R, C] float32, NaN where the chunk has one
+    columns: Tensor  # [R, C] int32
+    size: int
+
+    @property
+    def padded(self) -> int:
+        return int(triton.next_power_of_2(self.peaks.shape[1]))
+
+
+class Borders(NamedTuple):
+    """A token stays if its scaled logit is above the value, or equal and not behind the column."""
+
+    values: Tensor  # [R] float32
+    last_columns: Tensor  # [R] int32
+
+
+def choose_tokens(
+    logits: Tensor,
+    rules: RowRules | None = None,
+    ids: Tensor | None = None,
+    *,
+    filters: bool = True,
+) -> Chosen:
+    """As kernels/plain/choose.py. `filters` False leaves the search for borders out."""
+    return choose_in_chunks(logits, rules, ids, filters, _chunk_size(logits), _BORDER_BLOCK)
+
+
+def choose_in_chunks(
+    logits: Tensor,
+    rules: RowRules | None,
+    ids: Tensor | None,
+    filters: bool,
+    chunk: int,
+    block: int,
+) -> Chosen:
+    """`choose_tokens` with rows cut into chunks and blocks (powers of two) of these sizes."""
+    rules = _dense(rules)
+    chunks = _find_peaks(logits, chunk)
+    values, columns = chunks.peaks, chunks.columns
+    if rules is not None:
+        borders = _find_borders(logits, rules, chunks, block) if filters else None
+        values, columns = _score(logits, rules, ids, chunks, borders)
+    return _merge(chunks, values, columns, ids)
+
+
+def draft_laws(
+    logits: Tensor,
+    rules: RowRules | None,
+    ids: Tensor | None,
+    vocab_size: int,
+    *,
+    filters: bool = True,
+) -> Tensor:
+    """As kernels/plain/choose.py: the law of each row over the target's ids [R, vocab_size]."""
+    rules = _dense(rules)
+    chunks = _find_peaks(logits, _chunk_size(logits))
+    best, usable = _merge(chunks, chunks.peaks, chunks.columns, ids)
+    one_hot = logits.new_zeros(len(logits), vocab_size, dtype=torch.float32)
+    one_hot.scatter_(1, best.unsqueeze(1), 1.0)
+    if rules is None:
+        return one_hot
+    borders = _find_borders(logits, rules, chunks, _BORDER_BLOCK) if filters else None
+    law = _kept_logits(logits, rules, borders).softmax(1)  # [R, V]
+    if ids is not None:
+        law = torch.zeros_like(one_hot).index_copy_(1, ids.long(), law)
+    drawn = usable & (rules.temperature > 0)
+    return torch.where(drawn.unsqueeze(1), law, one_hot)
+
+
+def _kept_logits(logits: Tensor, rules: RowRules, borders: Borders | None) -> Tensor:
+    """Logits after temperature and filters [R, V]; of greedy rows, anything finite or not."""
+    scaled = logits.float() / rules.temperature.unsqueeze(1)
+    if borders is None:
+        return scaled
+    border, last = borders.values.unsqueeze(1), borders.last_columns.unsqueeze(1)
+    first_equal = torch.arange(logits.shape[1], device=logits.device) <= last
+    kept = (scaled > border) | ((scaled == border) & first_equal)
+    return scaled.masked_fill(~kept, -torch.inf)
+
+
+def _chunk_size(logits: Tensor) -> int:
+    rows, vocab_size = logits.shape
+    few = rows * triton.cdiv(vocab_size, _FINE_CHUNK) <= _ENOUGH_PROGRAMS
+    return _FINE_CHUNK if few else _COARSE_CHUNK
+
+
+def _dense(rules: RowRules | None) -> RowRules | None:
+    return None if rules is None else RowRules(*(rule.contiguous() for rule in rules))
+
+
+def _find_peaks(logits: Tensor, chunk: int) -> Chunks:
+    assert logits.stride(1) == 1
+    rows, vocab_size = logits.shape
+    shape = (rows, triton.cdiv(vocab_size, chunk))
+    peaks = logits.new_empty(shape, dtype=torch.float32)
+    columns = logits.new_empty(shape, dtype=torch.int32)
+    peaks_kernel[shape](logits, logits.stride(0), vocab_size, peaks, columns, CHUNK=chunk)
+    return Chunks(peaks, columns, chunk)
+
+
+def _find_borders(logits: Tensor, rules: RowRules, chunks: Chunks, block: int) -> Borders:
+    rows, vocab_size = logits.shape
+    borders = Borders(
+        logits.new_empty(rows, dtype=torch.float32), logits.new_empty(rows, dtype=torch.int32)
+    )
+    borders_kernel[(rows,)](
+        logits,
+        logits.stride(0),
+        vocab_size,
+        chunks.peaks,
+        chunks.peaks.shape[1],
+        *rules[:4],
+        *borders,
+        CHUNKS=chunks.padded,
+        BLOCK=block,
+        num_warps=8,
+    )
+    return borders
+
+
+def _score(
+    logits: Tensor, rules: RowRules, ids: Tensor | None, chunks: Chunks, borders: Borders | None
+) -> tuple[Tensor, Tensor]:
+    """The best score of each chunk and its column, both [R, C]."""
+    scores, columns = torch.empty_like(chunks.peaks), torch.empty_like(chunks.columns)
+    scores_kernel[scores.shape](
+        logits,
+        logits.stride(0),
+        logits.shape[1],
+        chunks.peaks,
+        chunks.columns,
+        rules.temperature,
+        rules.seeds,
+        rules.positions,
+        *(borders or (None, None)),
+        ids,
+        scores,
+        columns,
+        CHUNK=chunks.size,
+        CHUNKS=chunks.padded,
+    )
+    return scores, columns
+
+
+def _merge(chunks: Chunks, values: Tensor, columns: Tensor, ids: Tensor | None) -> Chosen:
+    rows, num_chunks = values.shape
+    tokens = columns.new_empty(rows, dtype=torch.int64)
+    usable = columns.new_empty(rows, dtype=torch.int8)
+    merge_kernel[(rows,)](
+        chunks.peaks, values, columns, ids, tokens, usable, num_chunks, CHUNKS=chunks.padded
+    )
+    return Chosen(tokens, usable.view(torch.bool))

@@ -1,0 +1,181 @@
+"""What stands between two products of many rows: norms, with a residual or without, and gates."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_COLUMNS = 4096  # of a row that a program holds at once; longer rows are read in parts
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [M, H] times weight [H]. Half precision is rounded before the weight, as RMSNorm does."""
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _run_norm(x, None, weight, eps, normed, normed)
+    return normed
+
+
+def norm_pair(
+    first: Tensor,  # [M, H]
+    second: Tensor,  # [M, H]
+    first_weight: Tensor,  # [H]
+    second_weight: Tensor,  # [H]
+    eps: float,
+) -> Tensor:
+    """The norms of both, side by side: [M, 2H]."""
+    rows, columns = first.shape
+    assert first.stride(1) == second.stride(1) == 1
+    out = torch.empty(rows, 2 * columns, dtype=first.dtype, device=first.device)
+    if rows:
+        _norm_pair[(rows, 2)](
+            first,
+            second,
+            first_weight,
+            second_weight,
+            out,
+            first.stride(0),
+            second.stride(0),
+            eps,
+            COLUMNS=columns,
+            BLOCK=triton.next_power_of_2(columns),
+            num_warps=4,
+        )
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """-> the norm of x + residual [M, H], and the sum itself."""
+    normed, summed = torch.empty((2, *x.shape), dtype=x.dtype, device=x.device).unbind()
+    _run_norm(x, residual, weight, eps, normed, summed)
+    return normed, summed
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up: [M, 2I] -> [M, I]."""
+    rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.stride(1) == 1
+    out = torch.empty(rows, columns, dtype=gate_up.dtype, device=gate_up.device)
+    if rows:
+        block = min(triton.next_power_of_2(columns), 1024)
+        grid = (rows, triton.cdiv(columns, block))
+        _silu_mul[grid](
+            gate_up,
+            out,
+            gate_up.stride(0),
+            columns,
+            BLOCK=block,
+            num_warps=4,
+        )
+    return out
+
+
+def _run_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, normed: Tensor, summed: Tensor
+) -> None:
+    rows, columns = x.shape
+    assert x.stride(1) == 1
+    assert weight.shape == (columns,)
+    assert weight.is_contiguous()
+    assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1)
+    if rows == 0:
+        return
+    block = min(triton.next_power_of_2(columns), MAX_COLUMNS)
+    _rms_norm[(rows,)](
+        x,
+        x if residual is None else residual,
+        weight,
+        normed,
+        summed,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        eps,
+        COLUMNS=columns,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=block,
+        num_warps=4 if block <= 1024 else 8,
+    )
+
+
+@triton.jit
+def _rms_norm(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    normed_ptr,
+    summed_ptr,
+    x_stride,
+    residual_stride,
+    eps,
+    COLUMNS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    x_row, residual_row = x_ptr + row * x_stride, residual_ptr + row * residual_stride
+    dtype = x_ptr.dtype.element_ty
+    squares = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, COLUMNS, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        there = columns < COLUMNS
+        part = tl.load(x_row + columns, mask=there, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            part += tl.load(residual_row + columns, mask=there, other=0.0).to(tl.float32)
+            rounded = part.to(dtype)
+            tl.store(summed_ptr + row * COLUMNS + columns, rounded, mask=there)
+            part = rounded.to(tl.float32)
+        squares += part * part
+    scale = tl.rsqrt(tl.sum(squares, axis=0) / COLUMNS + eps)
+    for start in range(0, COLUMNS, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        there = columns < COLUMNS
+        part = tl.load(x_row + columns, mask=there, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:  # summed again: other threads may not see yet what was stored above
+            part += tl.load(residual_row + columns, mask=there, other=0.0).to(tl.float32)
+            part = part.to(dtype).to(tl.float32)
+        normed = (part * scale).to(dtype).to(tl.float32)
+        weight = tl.load(weight_ptr + columns, mask=there, other=0.0).to(tl.float32)
+        tl.store(normed_ptr + row * COLUMNS + columns, (normed * weight).to(dtype), mask=there)
+
+
+@triton.jit
+def _norm_pair(
+    first_ptr,
+    second_ptr,
+    first_weight_ptr,
+    second_weight_ptr,
+    out_ptr,
+    first_stride,
+    second_stride,
+    eps,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = tl.arange(0, BLOCK)
+    there = columns < COLUMNS
+    dtype = out_ptr.dtype.element_ty
+    if half == 0:
+        x = tl.load(first_ptr + row * first_stride + columns, mask=there, other=0.0)
+        weight = tl.load(first_weight_ptr + columns, mask=there, other=0.0)
+    else:
+        x = tl.load(second_ptr + row * second_stride + columns, mask=there, other=0.0)
+        weight = tl.load(second_weight_ptr + columns, mask=there, other=0.0)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / COLUMNS + eps)
+    normed = (wide * scale).to(dtype).to(tl.float32)
+    place = out_ptr + (2 * row + half) * COLUMNS + columns
+    tl.store(place, (normed * weight.to(tl.float32)).to(dtype), mask=there)
+
+
+@triton.jit
+def _silu_mul(gate_up_ptr, out_ptr, stride, num_columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = columns < num_columns
+    gates = gate_up_ptr + row * stride + columns
+    gate = tl.load(gates, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(gates + num_columns, mask=there, other=0.0).to(tl.float32)
+    out = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out_ptr + row * num_columns + columns, out.to(out_ptr.dtype.element_ty), mask=there)

@@ -1,0 +1,144 @@
+"""The kernels of rejection.py: accept drafts, sum the bonus token's law by chunks, draw from it.
+
+Shapes: B requests, K draft tokens at most, V tokens, C chunks of the vocabulary. The laws are
+target_probs [B, K+1, V] and draft_probs [B, K, V], given with the strides of B and K.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from peagle.kernels.plain.rejection import PADDING
+
+_NOWHERE = tl.constexpr(2**31 - 1)
+_PADDING = tl.constexpr(PADDING)
+
+
+@triton.jit
+def accept_kernel(
+    target_probs,
+    target_row,
+    target_depth,
+    draft_probs,
+    draft_row,
+    draft_depth,
+    draft_tokens,
+    num_drafts,
+    accept_coins,
+    num_accepted,
+    depth,
+    DEPTHS: tl.constexpr,
+):
+    """Grid (B,). How many drafts stand before the first that falls."""
+    row = tl.program_id(0).to(tl.int64)
+    depths = tl.arange(0, DEPTHS)
+    drafted = (depths < tl.load(num_drafts + row)) & (depths < depth)
+    at = row * depth + depths
+    tokens = tl.load(draft_tokens + at, mask=drafted, other=0).to(tl.int64)
+    p_at = row * target_row + depths.to(tl.int64) * target_depth + tokens
+    q_at = row * draft_row + depths.to(tl.int64) * draft_depth + tokens
+    p = tl.load(target_probs + p_at, mask=drafted, other=0.0).to(tl.float64)
+    q = tl.load(draft_probs + q_at, mask=drafted, other=0.0).to(tl.float64)
+    coins = tl.load(accept_coins + at, mask=drafted, other=0.0).to(tl.float64)
+    accepted = drafted & (coins * q < p) & (q > 0)  # coin < p/q, and q can have drawn it
+    tl.store(num_accepted + row, tl.min(tl.where(accepted, DEPTHS, depths), 0).to(tl.int64))
+
+
+@triton.jit
+def _weights(p_row, q_row, rejected, columns, vocab_size):
+    """p of these tokens and, after a rejection, max(p - q, 0), else 0. float64"""
+    p = tl.load(p_row + columns, mask=columns < vocab_size, other=0.0).to(tl.float64)
+    num_q = tl.where(rejected, vocab_size, 0)  # behind the last draft there is no q to read
+    q = tl.load(q_row + columns, mask=columns < num_q, other=0.0).to(tl.float64)
+    return p, tl.where((columns < num_q) & (p > q), p - q, 0.0)
+
+
+@triton.jit
+def sums_kernel(
+    target_probs,
+    target_row,
+    target_depth,
+    draft_probs,
+    draft_row,
+    draft_depth,
+    num_drafts,
+    num_accepted,
+    p_sums,
+    residual_sums,
+    vocab_size,
+    CHUNK: tl.constexpr,
+):
+    """Grid (B, C). Sums of p and of the residual over a chunk, at the depth of the bonus token."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    accepted = tl.load(num_accepted + row)
+    rejected = accepted < tl.load(num_drafts + row)
+    columns = chunk * CHUNK + tl.arange(0, CHUNK)
+    p_row = target_probs + row * target_row + accepted * target_depth
+    q_row = draft_probs + row * draft_row + accepted * draft_depth
+    p, residual = _weights(p_row, q_row, rejected, columns, vocab_size)
+    at = row * tl.num_programs(1) + chunk
+    tl.store(p_sums + at, tl.sum(p, 0))
+    tl.store(residual_sums + at, tl.sum(residual, 0))
+
+
+@triton.jit
+def _pass(weights, places, before, goal):
+    """The first place with weight at which the running sum is above the goal; where rounding
+    leaves none, the last with weight; 0 if there is no weight at all."""
+    has_weight = weights > 0
+    running = before + tl.cumsum(weights, 0)
+    first = tl.min(tl.where(has_weight & (running > goal), places, _NOWHERE), 0)
+    last = tl.max(tl.where(has_weight, places, 0), 0)
+    return tl.minimum(first, last)
+
+
+@triton.jit
+def draw_kernel(
+    target_probs,
+    target_row,
+    target_depth,
+    draft_probs,
+    draft_row,
+    draft_depth,
+    draft_tokens,
+    num_drafts,
+    num_accepted,
+    residual_coins,
+    p_sums,
+    residual_sums,
+    token_ids,
+    depth,
+    vocab_size,
+    num_chunks,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    DEPTHS: tl.constexpr,
+):
+    """Grid (B,). Draws the bonus token and writes the row of the verdict."""
+    row = tl.program_id(0).to(tl.int64)
+    accepted = tl.load(num_accepted + row)
+    rejected = accepted < tl.load(num_drafts + row)
+    # 1. the law: the residual, or p where nothing was rejected or rounding left nothing of it
+    chunks = tl.arange(0, CHUNKS)
+    in_row = chunks < num_chunks
+    p_sum = tl.load(p_sums + row * num_chunks + chunks, mask=in_row, other=0.0)
+    residual_sum = tl.load(residual_sums + row * num_chunks + chunks, mask=in_row, other=0.0)
+    by_residual = tl.sum(residual_sum, 0) > 0
+    chunk_sums = tl.where(by_residual, residual_sum, p_sum)
+    # 2. the chunk, then the token in it
+    zero = tl.full((), 0.0, tl.float64)
+    goal = tl.load(residual_coins + row * (depth + 1) + accepted).to(tl.float64)
+    goal = goal * tl.sum(chunk_sums, 0)
+    chunk = _pass(chunk_sums, chunks, zero, goal)
+    before = tl.sum(tl.where(chunks < chunk, chunk_sums, 0.0), 0)
+    columns = chunk * CHUNK + tl.arange(0, CHUNK)
+    p_row = target_probs + row * target_row + accepted * target_depth
+    q_row = draft_probs + row * draft_row + accepted * draft_depth
+    p, residual = _weights(p_row, q_row, rejected, columns, vocab_size)
+    bonus = _pass(tl.where(by_residual, residual, p), columns, before, goal).to(tl.int64)
+    # 3. accepted drafts, the bonus token, padding
+    depths = tl.arange(0, DEPTHS)
+    drafts = tl.load(draft_tokens + row * depth + depths, mask=depths < accepted, other=_PADDING)
+    ids = tl.where(depths == accepted, bonus, drafts.to(tl.int64))
+    tl.store(token_ids + row * (depth + 1) + depths, ids, mask=depths <= depth)

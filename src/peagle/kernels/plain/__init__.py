@@ -1,0 +1,1 @@
+"""Plain torch twins of the GPU kernels: same names, same signatures, any device."""

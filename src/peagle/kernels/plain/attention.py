@@ -1,0 +1,110 @@
+"""Rotary embedding with cache write, and attention over a paged cache, in plain torch.
+
+Shapes: I items, Q rows each, N = I * Q rows, S slots, h heads, g key-value heads, D head dimension,
+P rotary positions, T positions that a block table can hold. The contract is kernels/rows.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peagle.kernels.rows import PagedRows
+
+
+def rotate_and_write(
+    qkv: Tensor,  # [N, (h + 2g) * D]
+    rows: PagedRows,
+    cos: Tensor,  # [P, D] float32
+    sin: Tensor,  # [P, D] float32, its first half negated
+    q_norm: Tensor | None,  # [D]
+    k_norm: Tensor | None,  # [D]
+    eps: float,
+    keys: Tensor,  # [S, g, D]
+    values: Tensor,  # [S, g, D]
+) -> Tensor:
+    """Writes each row's key and value to its slot; -> the rotated queries [N, h, D]."""
+    kv_heads, dim = keys.shape[-2:]
+    all_heads = qkv.view(len(qkv), qkv.shape[1] // dim, dim)
+    heads = all_heads.shape[1] - 2 * kv_heads
+    q, k, v = torch.split(all_heads, [heads, kv_heads, kv_heads], dim=1)
+    cos, sin = cos[rows.positions].unsqueeze(1), sin[rows.positions].unsqueeze(1)  # [N, 1, D]
+    keys[rows.slots] = _rotate(_norm(k, k_norm, eps), cos, sin)
+    values[rows.slots] = v
+    return _rotate(_norm(q, q_norm, eps), cos, sin).contiguous()
+
+
+def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    if weight is None:
+        return x
+    normed = F.rms_norm(_at_least_float32(x), weight.shape, None, eps)
+    return normed.to(x.dtype) * weight
+
+
+def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    wide = _at_least_float32(x)
+    swapped = wide.roll(x.shape[-1] // 2, dims=-1)
+    return (wide * cos + swapped * signed_sin).to(x.dtype)
+
+
+def paged_attention(
+    q: Tensor,  # [N, h, D]
+    keys: Tensor,  # [S, g, D]
+    values: Tensor,  # [S, g, D]
+    rows: PagedRows,
+    window: int | None,
+) -> Tensor:
+    """-> [N, h, D]; zeros for a row that sees no key. `num_splits` does not matter here."""
+    num_items, num_rows, (kv_heads, dim) = len(rows.starts), rows.rows_per_item, keys.shape[-2:]
+    written = _written(rows)  # [I, T]
+    slots = _slots(rows).where(written, 0)
+    k, v = _written_only(keys[slots], written), _written_only(values[slots], written)
+    # Heads that share a key-value head stand side by side: r of them per group.
+    grouped = _at_least_float32(q).view(num_items, num_rows, kv_heads, -1, dim)
+    scores = torch.einsum("iqgrd,itgd->igrqt", grouped, k) * dim**-0.5
+    visible = _visible(rows, window)[:, None, None]  # [I, 1, 1, Q, T]
+    # A row that sees nothing would be NaN after the softmax: hence the second mask.
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(~visible, 0)
+    out = torch.einsum("igrqt,itgd->iqgrd", weights, v)
+    return out.reshape(q.shape).to(q.dtype)
+
+
+def _visible(rows: PagedRows, window: int | None) -> Tensor:
+    """Which keys each row sees: [I, Q, T]."""
+    key = _key_positions(rows)
+    offset = torch.arange(rows.rows_per_item, device=key.device)
+    row = (rows.starts[:, None] + offset)[..., None]  # [I, Q, 1]
+    was_written = _written(rows)[:, None]
+    is_not_later = key <= row
+    if window is None:
+        return was_written & is_not_later
+    is_in_window = key > row - window
+    return was_written & is_not_later & is_in_window
+
+
+def _written(rows: PagedRows) -> Tensor:
+    """[I, T]"""
+    return _key_positions(rows) < rows.ends[:, None]
+
+
+def _slots(rows: PagedRows) -> Tensor:
+    """The slot of every position of each item's sequence: [I, T]."""
+    positions = _key_positions(rows)
+    blocks = rows.block_tables[rows.tables].long()[:, positions // rows.block_size]
+    return blocks * rows.block_size + positions % rows.block_size
+
+
+def _key_positions(rows: PagedRows) -> Tensor:
+    """[T]: never beyond the table."""
+    length = rows.block_tables.shape[1] * rows.block_size
+    return torch.arange(length, device=rows.block_tables.device)
+
+
+def _written_only(cached: Tensor, written: Tensor) -> Tensor:
+    """[I, T, g, D] with zeros for what was never written, as that may be NaN."""
+    return _at_least_float32(cached).masked_fill(~written[..., None, None], 0)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype.itemsize >= 4 else x.float()

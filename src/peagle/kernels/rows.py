@@ -1,0 +1,26 @@
+"""Rows over a paged cache as device tensors alone: what a step captured in a CUDA graph reads.
+
+Shapes: I items, Q rows each, N = I * Q rows, T block tables, S slots, g key-value heads, D head
+dimension. An item's rows stand at consecutive positions of one sequence. A sequence with more new
+rows than Q is several items; rows that only fill an item up are written to the trash slot.
+
+Row j of item i sees the keys at positions <= starts[i] + j that are below ends[i].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class PagedRows(NamedTuple):
+    block_tables: Tensor  # [T, M] int32: the blocks of each sequence in order of position
+    tables: Tensor  # [I] int32: the item's row of block_tables
+    starts: Tensor  # [I] int32: position of the item's first row
+    ends: Tensor  # [I] int32: only keys at positions below it were written and may be read
+    positions: Tensor  # [N] int64: of each row; below the rotary table's length
+    slots: Tensor  # [N] int64: where the row's key and value go; S - 1 is the trash slot
+    rows_per_item: int  # Q
+    block_size: int
+    num_splits: int  # parts over which an item's keys are divided; their results are merged

@@ -1,0 +1,30 @@
+"""Attention for static rows over a paged cache: everything it needs lies on the device."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from peagle.kernels.layer import CachePlace
+from peagle.kernels.plain.attention import paged_attention
+from peagle.kernels.rows import PagedRows
+from peagle.models.attention import CachedAttention
+
+
+class RowsAttention(CachedAttention):
+    """The plain form, for any device. On a GPU `FusedLayers` runs whole layers over the same
+    rows and caches with Triton kernels instead."""
+
+    def __init__(self, rows: PagedRows, keys: Tensor, values: Tensor) -> None:
+        self.rows = rows
+        self.keys = keys  # [L, S, g, D]
+        self.values = values  # [L, S, g, D]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        keys, values = self.keys[layer], self.values[layer]
+        keys.index_copy_(0, self.rows.slots, k.to(keys.dtype))
+        values.index_copy_(0, self.rows.slots, v.to(values.dtype))
+        return paged_attention(q, keys, values, self.rows, window)
+
+    def kernel_place(self, heads: int) -> CachePlace | None:
+        """The CPU kernel reads blocks from the host; these are on the device."""
+        return None

@@ -1,0 +1,42 @@
+"""Grids on the tiny model, and a watcher that notes what ran."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from peagle.bench.bench import bench
+from peagle.bench.cells import Run
+from peagle.bench.grid import Turn
+from peagle.bench.plan_reading import make_plan
+from peagle.bench.results import Results
+from peagle.cli.options import build_backend
+
+
+class Watcher:
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.stop_after = stop_after
+        self.done: list[Turn] = []
+        self.num_done_before = 0
+        self.notes: list[str] = []
+
+    def begin(self, todo: Sequence[Turn], num_done: int) -> None:
+        self.num_done_before = num_done
+
+    def start(self, turn: Turn) -> None:
+        if len(self.done) == self.stop_after:
+            raise KeyboardInterrupt
+
+    def finish(self, turn: Turn, run: Run, seconds: float) -> None:
+        self.done.append(turn)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def run_grid(watcher: Watcher | None = None, build: Any = build_backend, **keys: Any) -> Results:
+    watcher = watcher or Watcher()
+    defaults = {"device": "cpu", "max_tokens": 8, "repeats": 2, "concurrency": "1,2", "warmup": 1}
+    if keys.get("backend", "embedded") != "embedded":
+        del defaults["device"]
+    return bench(make_plan(defaults | keys, "test"), build, watcher, watcher.note)

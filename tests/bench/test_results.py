@@ -1,0 +1,122 @@
+"""The results file: written, read back, refused where it is damaged."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle.bench.cells import Category, Cell, Latencies, Quantiles, Run
+from peagle.bench.results import (
+    Difference,
+    HeadInfo,
+    Lossless,
+    Manifest,
+    Results,
+    Sample,
+    SampleToken,
+    WorkloadInfo,
+)
+from peagle.bench.results_file import from_json, load_results, save_results
+from peagle.errors import DataError
+
+RUN = Run(
+    otps=10.0,
+    latencies=Latencies(ttft=Quantiles(1.0, 2.0, 3.0, 1.5)),
+    num_requests=3,
+    num_output_tokens=30,
+    wall_s=3.0,
+    stats={"num_drafts": 2, "mean_acceptance_length": 2.5},
+    categories={"code": Category(3, 30, 2.5)},
+)
+RESULTS = Results(
+    Manifest(
+        provenance={"git": None},
+        model="m",
+        backend="embedded",
+        dtype="float32",
+        device="cpu",
+        seed=0,
+        max_tokens=64,
+        temperature=0.0,
+        num_repeats=2,
+        heads=[HeadInfo("h", "p-eagle")],
+        workloads=[WorkloadInfo("w", "ab", 3)],
+    ),
+    [Cell("p-eagle", 5, "w", concurrency=1, head="x/h", repeats=[RUN, replace(RUN, otps=14.0)])],
+    Lossless(2, 1, 0, [Difference("p-eagle", 5, "w", "1", 0, "p", 0, 3, 1, 2, 0.5)]),
+    [Sample("w", "p", "q", "p-eagle", 5, [SampleToken("a", True)])],
+)
+
+
+def test_results_come_back_as_they_were(tmp_path: Path) -> None:
+    save_results(RESULTS, tmp_path)
+    assert load_results(tmp_path) == RESULTS
+    assert load_results(tmp_path / "results.json") == RESULTS
+
+
+def test_summary_stands_in_the_file_and_is_that_of_the_repeats() -> None:
+    summary = RESULTS.to_json()["cells"][0]["summary"]
+    assert summary["otps"]["mean"] == 12.0
+    assert summary["acceptance_length"] == 2.5
+
+
+def test_summary_leaves_partial_runs_out_where_it_can() -> None:
+    cut = replace(RUN, otps=1.0, partial=True)
+    cell = replace(RESULTS.cells[0], repeats=[RUN, cut])
+    summary = cell.summary()
+    assert summary is not None
+    assert (summary.otps.mean, summary.num_repeats, summary.partial) == (10.0, 1, False)
+    only = replace(cell, repeats=[cut]).summary()
+    assert only is not None
+    assert (only.otps.mean, only.partial) == (1.0, True)
+    assert replace(cell, repeats=[]).summary() is None
+
+
+def test_names_of_a_cell() -> None:
+    assert RESULTS.cells[0].label == "p-eagle (h)"
+    assert Cell("none", 0, "w", request_rate=2.5).load == "2.5/s"
+
+
+def damaged(change: dict[str, Any], *path: str | int) -> Any:
+    document = json.loads(json.dumps(RESULTS.to_json()))
+    place = document
+    for key in path:
+        place = place[key]
+    place.update(change)
+    return document
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([], "no result of peagle bench"),
+        (damaged({"version": 99}), "version 99"),
+        (damaged({"otps": "fast"}, "cells", 0, "repeats", 0), r"repeats\[0\].otps is 'fast'"),
+        (damaged({"otps": True}, "cells", 0, "repeats", 0), "otps is True, not float"),
+        (damaged({"modell": "x"}, "manifest"), "unknown key 'modell'"),
+        (damaged({"request_rate": 1.0}, "cells", 0), "concurrency or request_rate"),
+        (damaged({"cells": 3}), "cells is 3"),
+    ],
+)
+def test_damaged_file_is_refused_with_its_place(document: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        from_json(document, "r.json")
+
+
+def test_missing_key_is_named() -> None:
+    document = damaged({})
+    del document["manifest"]["model"]
+    with pytest.raises(DataError, match="'model'"):
+        from_json(document, "r.json")
+
+
+def test_missing_file_and_broken_json_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no results at"):
+        load_results(tmp_path)
+    (tmp_path / "results.json").write_text("{")
+    with pytest.raises(DataError, match="not valid JSON"):
+        load_results(tmp_path)

@@ -1,0 +1,115 @@
+"""`peagle bench` on the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from bench.made import make_cell, make_lossless, make_results
+
+from peagle.cli.bench_table import print_results
+
+from .fakes import Shell
+
+FAST = ("--device", "cpu", "--max-tokens", "6", "--num-prompts", "3", "--repeats", "2")
+
+
+def test_grid_prints_a_table_and_ends_with_json(
+    command: Shell, model: str, head: str, prompts: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    drafters = ("--spec-model", head, "--spec-tokens", "2")
+    shown = ("bench", model, *FAST, *drafters, "--workload", prompts, "--out", str(out), "--json")
+    assert command(*shown) == 0
+    assert [c["method"] for c in command.json["cells"]] == ["none", "p-eagle"]
+    assert command.json == json.loads((out / "results.json").read_text())
+    assert len(command.out.splitlines()) == 1
+    assert "[4/4]" in command.err
+    assert "0 s left" in command.err
+    assert "3 of 3" not in command.err  # nine comparisons: three runs beside the reference
+    assert "9 of 9 greedy answers are method none's token by token" in command.err
+    assert command(*shown[:-1]) == 0
+    assert "speed-up" in command.out
+    assert "4 of 4 runs are there already" in command.err
+
+
+def test_flags_win_over_the_file(command: Shell, model: str, prompts: str, tmp_path: Path) -> None:
+    file = tmp_path / "grid.yaml"
+    file.write_text(
+        f"model: {model}\nworkload: {prompts}\nout: {tmp_path / 'a'}\nmax-tokens: 4\nrepeats: 1\n"
+        "device: cpu\nnum_prompts: 2\n"
+    )
+    assert command("bench", "--config", str(file), "--max-tokens", "5", "--json") == 0
+    assert command.json["manifest"]["max_tokens"] == 5
+    assert command.json["manifest"]["workloads"][0]["num_prompts"] == 2
+
+
+def test_unknown_key_of_a_file_names_the_nearest(command: Shell, tmp_path: Path) -> None:
+    file = tmp_path / "grid.yaml"
+    file.write_text("model: m\nout: o\nconcurency: 4\n")
+    assert command("bench", "--config", str(file)) == 2
+    assert "unknown key 'concurency'" in command.err
+    assert "did you mean 'concurrency'" in command.err
+
+
+def test_bad_rows_are_named_and_raw_prompts_warned_about(
+    command: Shell, model: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "good"}\n{"prompt": 3}\n')
+    arguments = ("bench", model, *FAST, "--workload", str(file), "--out", str(tmp_path / "o"))
+    assert command(*arguments, "--raw", "--json") == 0
+    assert "skipped rows.jsonl:2: no prompt in it" in command.err
+    assert "warning: raw prompts" in command.err
+    assert command.json["manifest"]["workloads"][0]["num_bad"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("m",), "names no out"),
+        (("--out", "o"), "names no model"),
+        (("m", "--out", "o", "--backend", "http://127.0.0.1:9"), "gives no answer"),
+        (("m", "--out", "o", "--workload", "/no/such.jsonl"), "no prompts at /no/such.jsonl"),
+        (("m", "--out", "o", "--workload", "offlin"), "workload offlin: no prompts"),
+        (("m", "--out", "o", "--spec-tokens", "3"), "no drafter"),
+    ],
+)
+def test_bad_input_is_one_line(
+    command: Shell,
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command("bench", *arguments) == 2
+    lines = command.err.splitlines()
+    assert message in lines[0]
+    assert len(lines) <= 2
+
+
+def test_failures_are_named_but_not_all(capsys: pytest.CaptureFixture[str]) -> None:
+    broken = make_cell("p-eagle", 3, (90.0, 91.0), partial=True)
+    errors = [replace(run, errors=[f"p{n}: gone" for n in range(9)]) for run in broken.repeats]
+    results = make_results([make_cell(), replace(broken, repeats=errors)], partial=True)
+    print_results(replace(results, lossless=make_lossless(8)), file=sys.stdout)
+    out = capsys.readouterr().out
+    assert out.count("failed: p") == 5
+    assert "and 4 more: results.json has them" in out
+    assert "232 of 240 greedy answers" in out
+    assert "p-eagle K=5 at 4, q0, turn 1, token 18: ' the' for ' a'" in out
+    assert "and 3 more: peagle report shows them" in out
+    assert "p-eagle (partial)" in out
+    assert "partial: not every run" in out
+
+
+def test_sampled_answers_are_not_compared(
+    command: Shell, model: str, prompts: str, tmp_path: Path
+) -> None:
+    work = ("--workload", prompts, "--out", str(tmp_path), "--temperature", "1", "--json")
+    assert command("bench", model, *FAST, *work, "--spec-method", "ngram") == 0
+    assert command.json["lossless"] is None

@@ -1,0 +1,87 @@
+"""`peagle tune`: a table, costs, and the flags to use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from bench.made import HEAD, make_cell, make_lossless, make_results, modelled_grid
+
+from peagle.bench.results_file import save_results
+from peagle.cli.main import main
+
+from .fakes import Shell
+
+
+@pytest.fixture
+def grid(tmp_path: Path) -> str:
+    return str(save_results(modelled_grid(loads=(1, 16, 512)), tmp_path))
+
+
+def test_the_table_names_what_to_run_and_the_flags(shell: Shell, grid: str) -> None:
+    assert shell("tune", grid) == 0
+    assert "none (off)" in shell.out
+    assert "off at load 512" in shell.out
+    line = next(x for x in shell.out.splitlines() if x.startswith("vLLM:"))
+    config = json.loads(line.partition("'")[2].rstrip("'"))
+    assert config["method"] == "eagle3"
+    assert config["parallel_drafting"] is True
+    assert config["model"] == HEAD
+    assert "peagle export" in shell.out
+    assert "tokens per $" not in shell.out
+
+
+def test_a_folder_is_as_good_as_its_file(shell: Shell, grid: str) -> None:
+    assert shell("tune", str(Path(grid).parent), "--json") == 0
+    assert shell.json["overall"]["speculative_config"]["method"] == "p-eagle"
+
+
+def test_json_has_gain_interval_cost_and_configs(shell: Shell, grid: str) -> None:
+    price = ("--gpu-dollars-per-hour", "3.6", "--tokens-per-second", "5000", "--gpus", "2")
+    assert shell("tune", grid, *price, "--json") == 0
+    first, *_, last = shell.json["by_load"]
+    assert (first["load"], first["off"], last["load"], last["off"]) == ("1", False, "512", True)
+    assert first["gain"]["low"] <= first["gain"]["mean"] <= first["gain"]["high"]
+    assert first["cost"]["tokens_per_dollar"] == pytest.approx(first["otps"]["mean"] * 500)
+    wanted = -(-5000 // first["otps"]["mean"]) * 2
+    assert first["cost"]["gpus_for_wanted_rate"] == wanted
+    assert first["cost_of_none"]["gpus_for_wanted_rate"] > wanted
+    assert last["speculative_config"] is None
+    assert len(shell.json["by_workload"]) == 6
+
+
+def test_costs_are_shown_when_a_price_is_given(shell: Shell, grid: str) -> None:
+    assert shell("tune", grid, "--gpu-dollars-per-hour", "2") == 0
+    assert "tokens per $" in shell.out
+
+
+def test_nothing_to_gain_means_no_flags(shell: Shell, tmp_path: Path) -> None:
+    cells = [make_cell(), make_cell("ngram", 3, (50.0, 51.0, 49.0))]
+    save_results(make_results(cells, partial=True, lossless=make_lossless(2)), tmp_path)
+    assert shell("tune", str(tmp_path)) == 0
+    assert "leave --speculative-config away" in shell.out
+    assert "partial" in shell.out
+    assert "2 of 240 answers differ" in shell.out
+    assert "vLLM:" not in shell.out
+
+
+def test_a_users_error_is_one_line(shell: Shell, tmp_path: Path, grid: str) -> None:
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "results.json").write_text("{")
+    save_results(make_results([make_cell("p-eagle", 5)]), tmp_path / "alone")
+    for arguments, message in (
+        ((str(tmp_path / "missing"),), "no results"),
+        ((str(tmp_path / "bad"),), "is not valid JSON"),
+        ((str(tmp_path / "alone"),), "method none"),
+        ((grid, "--gpu-dollars-per-hour", "0"), "out of range"),
+        ((grid, "--gpus", "-1"), "out of range"),
+    ):
+        assert shell("tune", *arguments) == 2
+        assert message in shell.err
+        assert shell.err.count("error:") == 1
+
+
+def test_help_needs_no_results(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--help"]) == 0
+    assert "--gpu-dollars-per-hour" in capsys.readouterr().out

@@ -1,0 +1,206 @@
+"""Paged attention: the kernel agrees with its plain twin, the twin with the definition."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kernels.gpu.paged_cases import (
+    DEVICE,
+    EXAMPLES,
+    TOLERANCE,
+    Item,
+    Shape,
+    attention_by_definition,
+    make_case,
+    make_rows,
+    shapes,
+)
+from peagle.engine.blocks import BlockTable
+from peagle.engine.kv_cache import PagedKVCache
+from peagle.kernels.gpu.attention import choose_splits, paged_attention, tile
+from peagle.kernels.plain import attention as plain
+from peagle.models.drafter import CacheLayout, Span
+
+WINDOWS = st.none() | st.integers(1, 100)
+PADDING = Item(start=3, end=0)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+
+
+@settings(max_examples=EXAMPLES)
+@given(shape=shapes(), window=WINDOWS, half=st.booleans(), seed=st.integers(0, 9))
+@example(Shape((Item(130, 131), PADDING), 1, 4, 2, 16, 4, 4), None, False, 0)
+@example(Shape((Item(64, 65), Item(128, 129)), 1, 3, 1, 16, 16, 2), 65, False, 0)
+@example(Shape((Item(128, 131),), 3, 2, 1, 16, 16, 1), 20, True, 0)
+def test_kernel_agrees_with_its_twin(
+    shape: Shape, window: int | None, half: bool, seed: int
+) -> None:
+    dtype = torch.float16 if half else torch.float32
+    case = make_case(shape, dtype, seed)
+    ours = paged_attention(case.q, case.keys, case.values, case.rows, window)
+    twin = plain.paged_attention(case.q, case.keys, case.values, case.rows, window)
+    torch.testing.assert_close(ours, twin, **TOLERANCE[dtype])
+
+
+@settings(max_examples=20)
+@given(shape=shapes(capacity=24), window=st.none() | st.integers(1, 20))
+def test_twin_is_the_definition(shape: Shape, window: int | None) -> None:
+    case = make_case(shape, torch.float64, capacity=24)
+    twin = plain.paged_attention(case.q, case.keys, case.values, case.rows, window)
+    expected = attention_by_definition(case, window)
+    torch.testing.assert_close(twin, expected, **TOLERANCE[torch.float64])
+
+
+@DTYPES
+@pytest.mark.parametrize("dim", [8, 24, 64])
+def test_any_even_head_dimension_will_do(dim: int, dtype: torch.dtype) -> None:
+    case = make_case(Shape((Item(70, 73),), 3, 2, 2, dim, 16, 2), dtype)
+    ours = paged_attention(case.q, case.keys, case.values, case.rows, None)
+    twin = plain.paged_attention(case.q, case.keys, case.values, case.rows, None)
+    torch.testing.assert_close(ours, twin, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("num_rows", "group"), [(30, 3), (17, 4)])
+def test_more_rows_than_a_tile_are_divided_over_programs(
+    num_rows: int, group: int, splits: int, window: int | None
+) -> None:
+    assert tile(num_rows, group, 16).block_m < num_rows * group
+    items = (Item(100, 100 + num_rows), Item(0, 9))
+    case = make_case(Shape(items, num_rows, group, 1, 16, 16, splits), torch.float32)
+    ours = paged_attention(case.q, case.keys, case.values, case.rows, window)
+    twin = plain.paged_attention(case.q, case.keys, case.values, case.rows, window)
+    torch.testing.assert_close(ours, twin, **TOLERANCE[torch.float32])
+
+
+def test_more_splits_than_the_merge_reads_at_once() -> None:
+    shape = Shape((Item(1215, 1216), Item(2, 3)), 1, block_size=64, num_splits=19)
+    case = make_case(shape, torch.float32, capacity=1216)
+    last = case.rows.block_tables[case.rows.tables[0], -1]
+    case.keys.unflatten(0, (-1, 64))[last] *= 3  # the highest score comes last
+    ours = paged_attention(case.q, case.keys, case.values, case.rows, None)
+    twin = plain.paged_attention(case.q, case.keys, case.values, case.rows, None)
+    torch.testing.assert_close(ours, twin, **TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("attend", [paged_attention, plain.paged_attention], ids=["gpu", "plain"])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_an_item_that_only_pads_gives_zeros(attend: object, splits: int) -> None:
+    case = make_case(Shape((Item(5, 7), PADDING), 2, 2, num_splits=splits), torch.float32)
+    out = attend(case.q, case.keys, case.values, case.rows, None)  # type: ignore[operator]
+    assert out[:2].isfinite().all()
+    assert (out[2:] == 0).all()
+
+
+@pytest.mark.parametrize("attend", [paged_attention, plain.paged_attention], ids=["gpu", "plain"])
+def test_rows_beyond_the_block_table_see_what_it_holds(attend: object) -> None:
+    case = make_case(Shape((Item(6, 8),), 5), torch.float32, capacity=8)
+    too_far = case.rows._replace(ends=case.rows.ends + 99)
+    expected = attend(case.q, case.keys, case.values, case.rows, None)  # type: ignore[operator]
+    out = attend(case.q, case.keys, case.values, too_far, None)  # type: ignore[operator]
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_an_item_gives_the_same_bits_in_any_company(splits: int, window: int | None) -> None:
+    items = (Item(140, 143), Item(1, 3), PADDING)
+    case = make_case(Shape(items, 3, 3, 2, 16, 4, splits), torch.float32)
+    together = paged_attention(case.q, case.keys, case.values, case.rows, window)
+    for i in range(len(items)):
+        own = {name: getattr(case.rows, name)[i : i + 1] for name in ("tables", "starts", "ends")}
+        lanes = slice(3 * i, 3 * i + 3)
+        alone = paged_attention(
+            case.q[lanes], case.keys, case.values, case.rows._replace(**own), window
+        )
+        assert torch.equal(alone, together[lanes])
+
+
+def test_block_tables_may_be_the_first_columns_of_wider_ones() -> None:
+    case = make_case(Shape((Item(9, 11), Item(3, 4)), 2), torch.float32, capacity=16)
+    wide = torch.nn.functional.pad(case.rows.block_tables, (0, 3), value=2**20)
+    narrow = case.rows._replace(block_tables=wide[:, :-3])
+    expected = paged_attention(case.q, case.keys, case.values, case.rows, None)
+    assert torch.equal(paged_attention(case.q, case.keys, case.values, narrow, None), expected)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_twin_gives_what_the_engine_attention_gives(window: int | None) -> None:
+    cache = PagedKVCache(CacheLayout(1, 2, 8), 44, torch.float32, torch.device("cpu"))
+    blocks = random.Random(0).sample(range(10), 10)  # the eleventh is for trash
+    tables = [BlockTable(4, range(0)), BlockTable(4, range(0))]
+    for table, held in zip(tables, (blocks[:6], blocks[6:]), strict=True):
+        for block in held:
+            table.append(block)
+    cache.keys.normal_()
+    cache.values.normal_()
+    # Five new rows of one sequence are two items of four; the last three rows only fill up.
+    spans = [Span(0, 17, 5), Span(1, 8, 4)]
+    items, real = (Item(17, 22), Item(21, 22), Item(8, 12)), [0, 1, 2, 3, 4, 8, 9, 10, 11]
+    q = torch.randn(12, 4, 8)
+    k, v = torch.randn(2, 9, 2, 8).unbind()
+    attention = cache.attention(tables, spans)
+    engine = attention(0, q[real], k, v, window)
+    width = [t.blocks + [10] * (6 - len(t.blocks)) for t in tables]
+    rows = make_rows(Shape(items, 4), torch.tensor(width), torch.tensor([0, 0, 1]))
+    rows = rows._replace(**{n: getattr(rows, n).cpu() for n in rows._fields[:6]})
+    twin = plain.paged_attention(q, cache.keys[0], cache.values[0], rows, window)
+    torch.testing.assert_close(twin[real], engine, **TOLERANCE[torch.float32])
+
+
+def test_splits_fill_the_gpu_and_only_where_the_context_is_long() -> None:
+    assert choose_splits(1, 3, 64, 132) == 1  # a part is no shorter than a tile
+    assert choose_splits(1, 3, 512, 132) == 4
+    assert choose_splits(64, 3, 8192, 132) == 1  # the GPU is full
+    assert choose_splits(8, 3, 100_000, 132) == 5  # all parts run at once
+
+
+@given(num_rows=st.integers(1, 30), group=st.integers(1, 8), dim=st.sampled_from([8, 24, 128, 256]))
+def test_a_tile_has_sides_that_a_matrix_product_takes(num_rows: int, group: int, dim: int) -> None:
+    sizes = tile(num_rows, group, dim)
+    for side in (sizes.block_m, sizes.block_n, sizes.block_d):
+        assert side >= 16
+        assert side & (side - 1) == 0
+    assert sizes.block_d >= dim
+
+
+SMOL, LARGE = (3, 3, 64), (4, 8, 128)  # group, key-value heads, head dimension
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("num_rows", "splits", "window"),
+    [(1, 1, None), (1, 20, None), (8, 1, 1000), (8, 4, None), (17, 4, 1000), (30, 1, None)],
+)
+@pytest.mark.parametrize(("group", "kv_heads", "dim"), [SMOL, LARGE], ids=["smol", "large"])
+def test_bf16_agrees_at_realistic_sizes(
+    group: int, kv_heads: int, dim: int, num_rows: int, splits: int, window: int | None
+) -> None:
+    starts = (8000, 4095, 700, 0)
+    items = (*(Item(start, start + num_rows) for start in starts), PADDING)
+    shape = Shape(items, num_rows, group, kv_heads, dim, 16, splits)
+    case = make_case(shape, torch.bfloat16, capacity=8192)
+    ours = paged_attention(case.q, case.keys, case.values, case.rows, window)
+    twin = plain.paged_attention(case.q, case.keys, case.values, case.rows, window)
+    torch.testing.assert_close(ours, twin, **TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_captured_graph_follows_the_rows_it_reads(splits: int) -> None:
+    case = make_case(Shape((Item(90, 98),) * 2, 8, 3, 3, 64, 16, splits), torch.bfloat16)
+    rows = case.rows
+    paged_attention(case.q, case.keys, case.values, rows, None)  # compiles
+    torch.cuda.synchronize(DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_attention(case.q, case.keys, case.values, rows, None)
+    rows.starts.copy_(torch.tensor([3, 40]))
+    rows.ends.copy_(torch.tensor([11, 48]))
+    graph.replay()
+    assert torch.equal(out, paged_attention(case.q, case.keys, case.values, rows, None))

@@ -1,0 +1,311 @@
+"""A model's layers run by the GPU's kernels give what their modules give."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from models import tiny
+from torch import Tensor, nn
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from peagle.kernels.gpu import layers as gpu_layers
+from peagle.kernels.plain import linear as plain_linear
+from peagle.kernels.rows import PagedRows
+from peagle.models import fused
+from peagle.models.config import DecoderConfig
+from peagle.models.eagle import EagleNetwork
+from peagle.models.rows_attention import RowsAttention
+from peagle.models.target import TargetModel
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 36,
+    "intermediate_size": 50,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+CASES = {
+    "llama": LlamaConfig(**SIZES),
+    "all biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "qwen2": Qwen2Config(**SIZES),
+    "norms of queries and keys": Qwen3Config(**SIZES),
+    "sliding window": MistralConfig(**SIZES, sliding_window=2),
+}
+TAPS = (0, 1, 2)
+BLOCK_SIZE, BLOCKS_EACH, SEQUENCES = 2, 4, 2
+NUM_SLOTS = BLOCK_SIZE * BLOCKS_EACH * SEQUENCES + 1  # the last is the trash slot
+BLOCK_TABLES = torch.randperm(
+    BLOCKS_EACH * SEQUENCES, generator=torch.Generator().manual_seed(0)
+).reshape(SEQUENCES, BLOCKS_EACH)
+
+
+class Part(NamedTuple):
+    """New rows of one sequence."""
+
+    sequence: int
+    start: int
+    length: int
+
+
+# Two steps: the second reads what the first one wrote. Items have different lengths.
+STEPS = (
+    [Part(0, 0, 3), Part(1, 0, 2)],
+    [Part(1, 2, 1), Part(0, 3, 2)],
+)
+
+
+def paged_rows(parts: Sequence[Part], num_splits: int, device: torch.device) -> PagedRows:
+    width = max(part.length for part in parts)
+    offsets = torch.arange(width)
+    starts = torch.tensor([part.start for part in parts])
+    lengths = torch.tensor([part.length for part in parts])
+    tables = torch.tensor([part.sequence for part in parts])
+    positions = starts[:, None] + offsets  # [I, Q]
+    blocks = BLOCK_TABLES[tables].gather(1, (positions // BLOCK_SIZE).clamp(max=BLOCKS_EACH - 1))
+    slots = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
+    slots[offsets >= lengths[:, None]] = NUM_SLOTS - 1
+    tensors = (BLOCK_TABLES.int(), tables.int(), starts.int(), (starts + lengths).int())
+    rows = (positions.flatten(), slots.flatten())
+    on_device = (tensor.to(device) for tensor in (*tensors, *rows))
+    return PagedRows(*on_device, width, BLOCK_SIZE, num_splits)
+
+
+def real_rows(parts: Sequence[Part]) -> Tensor:
+    width = max(part.length for part in parts)
+    return torch.cat([torch.arange(p.length) + i * width for i, p in enumerate(parts)])
+
+
+def serve(
+    model: nn.Module,
+    layout: tuple[int, int, int],  # layers, key-value heads, head dimension
+    forward: Callable[[PagedRows, RowsAttention], Tensor],
+    num_splits: int = 1,
+    steps: Sequence[Sequence[Part]] = STEPS,
+) -> Tensor:
+    """What `forward` gives for every real row of the steps, over a cache of unwritten entries."""
+    weight = next(model.parameters())
+    layers, heads, dim = layout
+    shape = (2, layers, NUM_SLOTS, heads, dim)
+    keys, values = torch.full(shape, torch.nan, dtype=weight.dtype, device=weight.device)
+    found = []
+    with torch.inference_mode():
+        for parts in steps:
+            rows = paged_rows(parts, num_splits, weight.device)
+            out = forward(rows, RowsAttention(rows, keys, values))
+            found.append(out[real_rows(parts).to(out.device)].float().cpu())
+    return torch.cat(found)
+
+
+def target_taps(model: TargetModel, **options: Any) -> Tensor:
+    config = model.config
+
+    def forward(rows: PagedRows, attention: RowsAttention) -> Tensor:
+        tokens = (rows.positions * 7 + rows.tables.repeat_interleave(rows.rows_per_item)) % 40
+        taps = model(tokens, rows.positions, attention, TAPS).taps
+        assert taps is not None
+        return taps  # type: ignore[no-any-return]
+
+    layout = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+    return serve(model, layout, forward, **options)
+
+
+def drafter_states(network: EagleNetwork) -> Tensor:
+    config = network.config
+    table = torch.randn(2, 64, config.hidden_size, generator=torch.Generator().manual_seed(3))
+
+    def forward(rows: PagedRows, attention: RowsAttention) -> Tensor:
+        weight = network.fc.weight
+        embeddings, features = table.to(weight.device, weight.dtype)[:, rows.positions]
+        out: Tensor = network(embeddings, features, rows.positions, attention)
+        return out
+
+    layout = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+    return serve(network, layout, forward)
+
+
+def small(name: str) -> TargetModel:
+    model = TargetModel(DecoderConfig.from_transformers(CASES[name]))
+    tiny.randomise(model)
+    return model.requires_grad_(False).eval()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of every call: equal results say nothing if the modules ran on both sides."""
+    rows: list[int] = []
+    run = gpu_layers.run_layers
+
+    def counted(layers: Any, x: Tensor, *rest: Any) -> list[Tensor]:
+        rows.append(len(x))
+        return run(layers, x, *rest)
+
+    monkeypatch.setattr(gpu_layers, "run_layers", counted)
+    return rows
+
+
+@pytest.fixture
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it to let the layers go through the kernels, on the CPU in Triton's interpreter."""
+    return lambda: monkeypatch.setattr(fused, "gpu_takes", lambda x: True)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("few_rows", [True, False], ids=["few rows", "many rows"])
+def test_a_targets_layers_agree_with_their_modules(
+    name: str,
+    few_rows: bool,
+    device: torch.device,
+    calls: list[int],
+    with_kernels: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = small(name)
+    expected = target_taps(model)
+    assert not calls
+    with_kernels()
+    if not few_rows:
+        monkeypatch.setattr(plain_linear, "MAX_FUSED_ROWS", 1)
+    ours = target_taps(model.to(device))
+    assert calls == [6, 4]
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_splits_of_long_contexts_change_nothing_but_the_order_of_sums(
+    device: torch.device, with_kernels: Callable[[], None], calls: list[int]
+) -> None:
+    model = small("llama").to(device)
+    with_kernels()
+    split, whole = target_taps(model, num_splits=2), target_taps(model)
+    torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-5)
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("few_rows", [True, False], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True}, {"attention_bias": True}])
+def test_a_drafters_layers_agree_with_their_modules(
+    changes: dict[str, Any],
+    few_rows: bool,
+    device: torch.device,
+    calls: list[int],
+    with_kernels: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = tiny.head(tiny.target(torch.float32), head_dim=8, **changes)
+    expected = drafter_states(network)
+    assert not calls
+    with_kernels()
+    if not few_rows:
+        monkeypatch.setattr(plain_linear, "MAX_FUSED_ROWS", 1)
+    ours = drafter_states(network.to(device))
+    assert calls == [6, 4]
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_sequence_has_the_same_bits_alone_and_beside_others(
+    device: torch.device, with_kernels: Callable[[], None], calls: list[int]
+) -> None:
+    model = small("llama").to(device)
+    with_kernels()
+    together = target_taps(model, steps=[[Part(0, 0, 3), Part(1, 0, 2)]])
+    alone = target_taps(model, steps=[[Part(1, 0, 2)]])
+    assert torch.equal(together[3:], alone)
+    assert calls == [6, 2]
+
+
+def test_weights_that_are_replaced_are_seen(
+    device: torch.device, with_kernels: Callable[[], None], calls: list[int]
+) -> None:
+    model = small("llama").to(device)
+    with_kernels()
+    before = target_taps(model, steps=STEPS[:1])
+    o_proj = model.layers[1].self_attn.o_proj
+    o_proj.weight = nn.Parameter(o_proj.weight * 2, requires_grad=False)
+    assert not torch.equal(before, target_taps(model, steps=STEPS[:1]))
+    assert len(calls) == 2
+
+
+def test_column_major_weights_are_left_to_the_modules(
+    device: torch.device, with_kernels: Callable[[], None], calls: list[int]
+) -> None:
+    model = small("llama").to(device)
+    expected = target_taps(model)
+    weight = model.layers[1].mlp.down_proj.weight
+    weight.data = weight.data.t().contiguous().t()
+    with_kernels()
+    calls.clear()
+    torch.testing.assert_close(target_taps(model), expected, rtol=1e-4, atol=1e-4)
+    assert not calls
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("few_rows", [True, False], ids=["few rows", "many rows"])
+def test_bfloat16_layers_agree_with_float32_modules(
+    name: str,
+    few_rows: bool,
+    device: torch.device,
+    calls: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = small(name).bfloat16().float()  # weights that bfloat16 holds
+    expected = target_taps(model)
+    half = copy.deepcopy(model).to(device, torch.bfloat16)
+    half.rotary.cos, half.rotary.sin = (t.to(device) for t in (model.rotary.cos, model.rotary.sin))
+    if not few_rows:
+        monkeypatch.setattr(plain_linear, "MAX_FUSED_ROWS", 1)
+    torch.testing.assert_close(target_taps(half), expected, rtol=0.05, atol=0.08)
+    assert calls == [6, 4]
+
+
+@pytest.mark.gpu
+def test_the_layers_can_be_captured_in_a_graph(device: torch.device) -> None:
+    model = small("llama").to(device, torch.bfloat16)
+    rows = paged_rows(STEPS[0], 2, device)
+    keys, values = torch.zeros(2, 2, NUM_SLOTS, 2, 16, dtype=torch.bfloat16, device=device)
+    tokens = rows.positions % 40
+
+    def step() -> Tensor:
+        hidden = model(tokens, rows.positions, RowsAttention(rows, keys, values)).hidden
+        return model.logits(hidden)
+
+    with torch.inference_mode():
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            expected = step()  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        captured.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(captured, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 64, 65])
+def test_logits_of_half_weights_are_float32_sums(device: torch.device, num_rows: int) -> None:
+    model = small("llama").to(device, torch.bfloat16)
+    hidden = torch.randn(num_rows, 36, device=device, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        logits = model.logits(hidden)
+    exact = (hidden.double() @ model.lm_head.weight.double().t()).float()
+    torch.testing.assert_close(logits, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 64, 65])
+def test_a_drafters_logits_include_its_norm(device: torch.device, num_rows: int) -> None:
+    network = tiny.head(tiny.target(torch.float32), head_dim=8)
+    hidden = torch.randn(num_rows, 32)
+    with torch.inference_mode():
+        expected = network.logits(hidden)
+        network.shared.lm_head.to(device)
+        ours = network.to(device).logits(hidden.to(device))
+        torch.testing.assert_close(ours.cpu(), expected, rtol=1e-4, atol=1e-4)
