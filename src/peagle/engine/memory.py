@@ -27,6 +27,8 @@ POOLS = 2
 WORKSPACE_BYTES = 512 << 20  # the libraries' workspaces, loaded kernels, the graphs themselves
 LOGIT_BYTES = 32  # float32 logits, filtered, sorted with their places, probabilities, noise
 
+MAX_RESERVED_DRAFTS = 8  # per request; who drafts further leaves more room by the utilization
+
 MORE_ROOM = (
     "raise gpu_memory_utilization, lower max_model_len, max_num_seqs or max_num_batched_tokens, "
     "or use quantization=fp8"
@@ -104,13 +106,14 @@ def cache_budget(config: EngineConfig, memory: DeviceMemory | None, reserve: int
 def step_reserve(target: TargetModel, drafter: Drafter | None, config: EngineConfig) -> int:
     """Bytes that steps need beside weights and caches."""
     drafts = drafter.max_speculative_tokens if drafter else 0
-    rows = config.max_num_batched_tokens
+    verified = config.max_num_seqs * (1 + min(drafts, MAX_RESERVED_DRAFTS))
+    rows = max(config.max_num_batched_tokens, verified)  # lanes verify all at once
     # The drafter's pass has fewer layers and comes when the target's is over: it finds room.
     passes = activation_bytes(
         target.config,
         itemsize=target.embed_tokens.weight.dtype.itemsize,
         rows=rows,
-        sampled_rows=min(config.max_num_seqs * (1 + drafts), rows),
+        sampled_rows=verified,
     )
     return POOLS * passes + WORKSPACE_BYTES
 

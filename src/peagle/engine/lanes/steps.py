@@ -39,7 +39,7 @@ class PrefillShape(NamedTuple):
 
 
 class DecodeStep:
-    """draft, verify, commit for the lanes in `self.lanes`; unused entries name the dummy."""
+    """draft, verify, commit for the lanes in `inputs`; unused entries name the dummy."""
 
     def __init__(self, models: LaneModels, shape: DecodeShape) -> None:
         self.models, self.shape = models, shape
