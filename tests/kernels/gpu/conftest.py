@@ -1,12 +1,7 @@
-"""Kernels run on the GPU where there is one, in Triton's interpreter on the CPU elsewhere."""
-
-import os
+"""Kernels run on the GPU where there is one, elsewhere in the interpreter (tests/conftest.py)."""
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before any test imports triton
 
 
 @pytest.fixture

@@ -94,3 +94,21 @@ def plain_state(width: int) -> lane_cases.LaneState:
     state.limits[:2], state.num_computed[:2], state.num_prompt[:2] = 9, 4, 3
     state.wanted_drafts[:2], state.draft_starts[:2] = 1, 3
     return state
+
+
+@pytest.mark.parametrize(("rows", "count", "size"), [(8, 1, 24), (14, 7, 24), (3, 3, 1100)])
+def test_pick_rows_equals_its_plain_twin(rows: int, count: int, size: int) -> None:
+    num_pending = torch.tensor([0, 1, 2, rows], device=DEVICE)  # none, some, all of a lane's rows
+    hidden = torch.randn(4 * rows, size, device=DEVICE)
+    arguments = (hidden, num_pending, rows, count)
+    check_equal((gpu.pick_rows(*arguments),), (plain.pick_rows(*arguments),))
+
+
+def test_picked_rows_begin_at_the_last_pending_one() -> None:
+    hidden = torch.arange(10, device=DEVICE).float()[:, None]  # 2 lanes of 5 rows
+    num_pending = torch.tensor([3, 1], device=DEVICE)
+    for picked in (
+        gpu.pick_rows(hidden, num_pending, 5, 2),
+        plain.pick_rows(hidden, num_pending, 5, 2),
+    ):
+        assert picked[:, 0].tolist() == [2, 3, 5, 6]

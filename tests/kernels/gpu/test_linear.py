@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.gpu import linear as gpu
+from peagle.kernels.gpu.norms import norm_pair
 from peagle.kernels.plain import linear as plain
 from peagle.kernels.plain.linear import Norm
 
@@ -111,6 +112,16 @@ def test_a_products_norm_has_its_weight_before_and_its_scale_after_the_sums(
     root = (x.float().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     torch.testing.assert_close(product, (x * norm.weight).float() * root, rtol=1e-5, atol=0)
     torch.testing.assert_close(product, plain.rms_norm(x, *norm).float(), rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_pair_of_norms_stands_side_by_side(device: torch.device, dtype: torch.dtype) -> None:
+    first, second = (random(5, 40, dtype=dtype, device=device, seed=n) for n in (1, 2))
+    weights = [1 + 0.3 * random(40, dtype=dtype, device=device, seed=n) for n in (3, 4)]
+    arguments = (first, second, *weights, 1e-5)
+    ours = norm_pair(*arguments)
+    torch.testing.assert_close(ours, plain.norm_pair(*arguments), rtol=2e-3, atol=1e-5)
+    torch.testing.assert_close(ours[:, 40:], gpu.rms_norm(second, weights[1], 1e-5))
 
 
 def test_bias_gate_and_residual_are_rounded_once(device: torch.device) -> None:

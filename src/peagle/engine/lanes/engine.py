@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -60,7 +59,6 @@ class LaneEngine(Engine):
         self._max_items = max(config.max_num_batched_tokens // PREFILL_ITEM, 1)
         self._in_flight: deque[InFlight] = deque()
         self._last_ended: Mark | None = None  # of the step read last, while requests are running
-        self.time_waited = 0.0  # by the host for reports, in seconds
 
     @torch.inference_mode()
     def step(self) -> list[NewTokens]:
@@ -81,9 +79,7 @@ class LaneEngine(Engine):
     def _read_next(self) -> list[NewTokens]:
         """Waits for the oldest step in flight, if it must, and commits what it gave."""
         step = self._in_flight.popleft()
-        asked = perf_counter()
         rows = step.report.rows()
-        self.time_waited += perf_counter() - asked
         self._count_device_time(step)
         return self._read_prefill(step, rows) if step.is_prefill else self._read(step, rows)
 

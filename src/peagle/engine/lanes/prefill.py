@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from peagle.engine.lanes.seats import Seat
-from peagle.engine.lanes.steps import PREFILL_ITEM, PrefillInputs
+from peagle.engine.lanes.steps import PREFILL_ITEM, PrefillInputs, empty_prefill
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,7 @@ def next_chunks(seats: Sequence[Seat], max_items: int) -> list[Chunk]:
 
 def prefill_inputs(chunks: Sequence[Chunk], num_items: int, dummy_lane: int) -> Tensor:
     """One int64 tensor in the order of PrefillInputs, padded to `num_items`."""
-    rows = num_items * PREFILL_ITEM
-    sizes = [rows, rows, *(num_items for _ in range(7))]
-    packed = torch.zeros(sum(sizes), dtype=torch.int64)
-    fields = PrefillInputs(*torch.split(packed, sizes))
-    fields.lanes.fill_(dummy_lane)
-    fields.final_lanes.fill_(dummy_lane)
+    packed, fields = empty_prefill(num_items, dummy_lane)
     item = 0
     for n, chunk in enumerate(chunks):
         _fill(fields, chunk, item)

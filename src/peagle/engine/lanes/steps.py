@@ -136,19 +136,26 @@ class PrefillInputs(NamedTuple):
     final_lengths: Tensor  # [I] how many tokens those prompts have
 
 
+def empty_prefill(
+    num_items: int, dummy_lane: int, device: torch.device | None = None
+) -> tuple[Tensor, PrefillInputs]:
+    """One int64 tensor, so that one copy brings everything, and its fields: nobody's rows yet."""
+    rows = num_items * PREFILL_ITEM
+    per_row, per_item = 2, len(PrefillInputs._fields) - 2
+    sizes = [rows] * per_row + [num_items] * per_item
+    packed = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+    fields = PrefillInputs(*torch.split(packed, sizes))
+    fields.lanes.fill_(dummy_lane)
+    fields.final_lanes.fill_(dummy_lane)
+    return packed, fields
+
+
 class PrefillStep:
     """Computes prompt rows; where a prompt ends, chooses its first token and opens its lane."""
 
     def __init__(self, models: LaneModels, shape: PrefillShape) -> None:
         self.models, self.shape = models, shape
-        items, rows = shape.num_items, shape.num_items * PREFILL_ITEM
-        self.sizes = (rows, rows, *(items for _ in range(7)))
-        # One tensor, so that one copy brings everything.
-        self.inputs = torch.zeros(sum(self.sizes), dtype=torch.int64, device=models.device)
-        fields = PrefillInputs(*torch.split(self.inputs, list(self.sizes)))
-        fields.lanes.fill_(models.state.dummy)
-        fields.final_lanes.fill_(models.state.dummy)
-        self.fields = fields
+        self.inputs, self.fields = empty_prefill(shape.num_items, models.state.dummy, models.device)
 
     def __call__(self) -> Tensor:
         """-> [I, 2]: the first token of the prompt that ends there, and whether it failed."""
