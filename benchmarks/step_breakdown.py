@@ -33,6 +33,8 @@ KINDS = {  # how a kernel's name tells what it is for; the first that fits
     "products (cuBLAS)": ("gemm", "cutlass", "nvjet", "cublas", "splitK", "gemv"),
     "norms and gates": ("_rms_norm", "_norm_pair", "_silu", "_quantize_row"),
     "choosing tokens": ("peaks_kernel", "merge_kernel", "scores_kernel", "borders_kernel"),
+    "laws": ("masses_kernel", "laws_kernel"),
+    "rejection": ("coins_kernel", "accept_kernel", "sums_kernel", "draw_kernel"),
     "lane bookkeeping": ("_begin", "_plan", "_expand", "_pick", "_commit", "_keep_taps"),
 }
 

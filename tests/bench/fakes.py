@@ -42,6 +42,8 @@ class FakeClient:
     def start(self, call: Call) -> None:
         if call.task.id in self.refuse:
             raise RequestError("too long")
+        if call.prompt is None:
+            call.prompt = self.prompt(call.task, call.answers)
         self.prompts.append(call.prompt)
         self.started.append((call.task.id, call.turn))
         self.open[call] = 0

@@ -36,7 +36,14 @@ class Watcher:
 
 def run_grid(watcher: Watcher | None = None, build: Any = build_backend, **keys: Any) -> Results:
     watcher = watcher or Watcher()
-    defaults = {"device": "cpu", "max_tokens": 8, "repeats": 2, "concurrency": "1,2", "warmup": 1}
+    defaults = {
+        "device": "cpu",
+        "max_tokens": 8,
+        "repeats": 2,
+        "concurrency": "1,2",
+        "warmup": 1,
+        "answers_per_stream": 1,
+    }
     if keys.get("backend", "embedded") != "embedded":
         del defaults["device"]
     return bench(make_plan(defaults | keys, "test"), build, watcher, watcher.note)

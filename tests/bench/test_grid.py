@@ -14,7 +14,6 @@ from peagle.bench.grid import (
     Turn,
     draftings,
     make_cells,
-    reference_of,
     turns,
 )
 from peagle.bench.plan_reading import make_plan
@@ -68,8 +67,6 @@ def test_grid_is_the_product_with_the_least_load_first() -> None:
     found = cells()
     assert len(found) == len(set(found)) == 3 * 3 * 2
     assert found[0] == GridCell(Drafting("none"), Load(1, None), "w")
-    assert reference_of(found, "v") == GridCell(Drafting("none"), Load(1, None), "v")
-    assert reference_of([c for c in found if c.drafting.head], "v") is None
 
 
 def test_interleaved_rounds_run_all_cells_before_any_runs_again() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from peagle.bench.lossless import answers_of, compare, first_difference, logprob_gap
+from peagle.bench.gaps import GapQuery, KnownGaps, logprob_gaps
+from peagle.bench.lossless import answers_of, compare, first_difference
 from peagle.bench.null_backend import NullTokenizer
 from peagle.bench.results import Difference
 from peagle.bench.samples import drafted_flags, samples, token_texts
@@ -54,20 +55,20 @@ def test_answer_that_failed_is_no_reference() -> None:
 
 def test_differences_are_counted_with_their_place_and_gap() -> None:
     reference = answers_of([answer("a", [1, 2, 3]), answer("b", [4, 5])])
-    asked = []
+    asked: list[GapQuery] = []
 
-    def gap_of(prefix: Any, expected: int, got: int) -> float:
-        asked.append((list(prefix), expected, got))
-        return 0.25
+    def gaps_of(queries: Any) -> list[float | None]:
+        asked.extend(queries)
+        return [0.25] * len(queries)
 
     records = [answer("a", [1, 7, 3]), answer("b", [4, 5])]
-    found = compare(records, reference, ABOUT, gap_of=gap_of, tokenizer=NullTokenizer())
+    found = compare(records, reference, ABOUT, gaps_of=gaps_of, tokenizer=NullTokenizer())
     assert (found.compared, found.different, found.not_comparable) == (2, 1, 0)
     (difference,) = found.differences
     assert (difference.prompt, difference.position) == ("a", 1)
     assert (difference.expected, difference.got, difference.gap) == (2, 7, 0.25)
     assert difference.got_text == chr(7)
-    assert asked == [([90, 91, 1], 2, 7)]  # prompt, then the common part of the answer
+    assert asked == [((90, 91, 1), 2, 7)]  # prompt, then the common part of the answer
 
 
 def test_turns_behind_a_difference_are_not_compared() -> None:
@@ -94,9 +95,34 @@ def test_gap_is_the_plain_targets_even_on_an_engine_that_drafts(model: str, head
     expected = row[0][best].logprob - row[0][second].logprob
     size = len(plain.get_tokenizer())
     assert expected > 0
-    gap = logprob_gap(drafting, size, [5, 6, 7], best, second)
-    assert gap == pytest.approx(expected, abs=1e-4)
-    assert logprob_gap(drafting, size, [5] * 400, best, second) is None  # the context is full
+    near, full = GapQuery((5, 6, 7), best, second), GapQuery((5,) * 400, best, second)
+    gaps = logprob_gaps(drafting, [near, full], size)
+    assert gaps == [pytest.approx(expected, abs=1e-4), None]  # the context is full
+    unlikely = next(t for t in range(size) if t not in _best(plain, 16))
+    (gap,) = logprob_gaps(drafting, [GapQuery((5, 6, 7), best, unlikely)], size)
+    assert gap is not None
+    assert gap > expected
+
+
+def _best(llm: LLM, count: int) -> set[int]:
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=count)
+    row = llm.generate({"prompt_token_ids": [5, 6, 7]}, params)[0].outputs[0].logprobs
+    assert row is not None
+    return set(row[0])
+
+
+def test_a_gap_is_asked_for_once(model: str) -> None:
+    backend = LLM(model, device="cpu", dtype="float32", max_num_seqs=4)
+    known, asked = KnownGaps(len(backend.get_tokenizer())), list[int]()
+    own = backend.generate
+    backend.generate = lambda prompts, params: (  # type: ignore[method-assign]
+        asked.append(len(prompts)) or own(prompts, params)  # type: ignore[func-returns-value]
+    )
+    query = GapQuery((5, 6, 7), 3, 4)
+    assert len(known.of(backend, [query, query])) == 2
+    seen = sum(asked)
+    assert known.of(backend, [query]) == known.of(backend, [query])
+    assert sum(asked) == seen > 0
 
 
 def test_all_but_a_steps_last_token_were_drafts() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 
 from peagle.bench.calls import Answer
 from peagle.bench.driver import Outcome
 from peagle.bench.measure import measure, quantiles
-from peagle.bench.meters import Meters, mean_utilization
+from peagle.bench.meters import GpuWatch, Meters, mean_utilization
 from peagle.bench.workloads import Task
 
 from .fakes import record
@@ -38,6 +41,17 @@ def test_speed_is_tokens_over_the_time_from_first_start_to_last_token() -> None:
     assert run.wall_s == 4.0
     assert run.num_output_tokens == 10
     assert run.otps == 2.5
+
+
+def test_steady_speed_leaves_the_tail_away() -> None:
+    streams = [record([2.0, 4.0], [3, 4], begun=n % 2, task=Task(f"t{n}", ("x",))) for n in (0, 1)]
+    last = [record([8.0], [4], begun=3.0, task=Task(name, ("x",))) for name in ("t2", "t0~2")]
+    run = measure(Outcome([*streams, *last]), concurrency=2)
+    assert run.otps == 16 / 8
+    assert run.steady_otps == 6 / 3  # both streams were busy from 0 to 3, and had 3 tokens each
+    assert run.num_repeated == 1
+    assert measure(Outcome(streams), concurrency=2).steady_otps is None  # one prompt a stream
+    assert measure(Outcome(streams)).steady_otps is None
 
 
 def test_looping_answers_are_counted_and_left_out_of_the_acceptance() -> None:
@@ -99,6 +113,33 @@ def test_peak_memory_is_that_of_the_run_and_forgets_what_came_before() -> None:
 
 
 def test_utilization_is_the_busiest_gpus_mean() -> None:
-    assert mean_utilization("0, 90\n1, 0\n0, 70\n1, 10\n") == pytest.approx(0.8)
-    assert mean_utilization("0, [N/A]\n") is None
-    assert mean_utilization("") is None
+    assert mean_utilization(["0, 90", "1, 0", "0, 70", "1, 10"]) == pytest.approx(0.8)
+    assert mean_utilization(["0, [N/A]"]) is None
+    assert mean_utilization([]) is None
+
+
+def test_gpu_use_is_that_of_the_time_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 0, 90\nexec sleep 60\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    begun, watch = time.perf_counter(), GpuWatch()
+    try:
+        while watch.mean(begun, time.perf_counter()) is None:
+            time.sleep(0.01)
+            assert time.perf_counter() < begun + 30
+        assert watch.mean(begun - 2, begun - 1) is None
+        with Meters(None, watch) as meters:
+            pass
+        assert meters.gpu_utilization is None  # nothing was said meanwhile
+    finally:
+        watch.close()
+
+
+def test_gpu_use_is_unknown_without_the_drivers_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    watch = GpuWatch()
+    assert watch.mean(0.0, time.perf_counter()) is None
+    watch.close()

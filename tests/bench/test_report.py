@@ -16,9 +16,9 @@ from peagle.bench.plots import all_plots
 from peagle.bench.report import write_plots, write_report
 from peagle.bench.report.answers import samples_block
 from peagle.bench.report.page import build_page
-from peagle.bench.report.sameness import lossless_verdict
 from peagle.bench.report.verdict import headline, sentences
-from peagle.bench.results import Results
+from peagle.bench.results import Agreement, Lossless, Results
+from peagle.bench.sameness import lossless_verdict
 from peagle.bench.tune import tune
 
 from .browser import Browser, find_browser, started_browser
@@ -189,6 +189,25 @@ def test_the_losslessness_verdict_depends_on_the_gaps() -> None:
     assert "Look into it" in lossless_verdict(make_lossless(1, gap=-2.0), "bfloat16")
     assert "not known" in lossless_verdict(make_lossless(1, gap=None), "float32")
     assert "not checked" in lossless_verdict(None, "float32")
+
+
+def test_differences_without_speculation_are_told_apart_from_those_with_it() -> None:
+    found = Lossless(
+        300, 30, plain=Agreement(60, 10, 4, 0.05, 0.62), speculative=Agreement(240, 20, 9, 0.1, 0.6)
+    )
+    words = lossless_verdict(found, "bfloat16")
+    assert "20 of 240 greedy answers with speculation leave those without it" in words
+    assert "9 of these places" in words
+    assert "at most 0.6 apart" in words
+    assert "Without speculation 10 of 60 greedy answers leave" in words
+    assert "near ties that rounding in bfloat16 breaks" in words
+    assert "Look into it" not in words
+    same = replace(found, plain=Agreement(60, 0))
+    assert "Without speculation all 60 are the same" in lossless_verdict(same, "bfloat16")
+    wrong = replace(found, speculative=Agreement(240, 20, 9, 0.1, 3.0))
+    assert "more than rounding in bfloat16 was seen to explain" in lossless_verdict(
+        wrong, "bfloat16"
+    )
 
 
 @pytest.mark.usefixtures("one_plot")

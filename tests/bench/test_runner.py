@@ -219,8 +219,10 @@ def test_killed_grid_goes_on_where_it_was(
     assert 3 <= len(before) < 54
     assert load_results(tmp_path).partial
     rest = Watcher()
-    keys = {"model": model, "out": str(tmp_path), "workload": prompts, "spec_model": head}
-    results = run_grid(rest, spec_tokens="1,2", repeats=1, warmup=None, **keys)
+    keys: dict[str, Any] = {"model": model, "out": str(tmp_path), "workload": prompts}
+    keys |= {"spec_model": head}
+    keys |= {"warmup": None, "answers_per_stream": 3}  # the defaults, as in the command
+    results = run_grid(rest, spec_tokens="1,2", repeats=1, **keys)
     assert len(rest.done) + rest.num_done_before == 6
     assert rest.num_done_before >= min(3, len(before))
     for name, content in before.items():
@@ -262,8 +264,55 @@ def test_few_prompts_for_many_streams_are_remarked(
     model: str, prompts: str, tmp_path: Path
 ) -> None:
     watcher = Watcher()
-    run_grid(watcher, model=model, workload=prompts, out=str(tmp_path), concurrency=3, repeats=1)
-    assert any("4 prompts for 3 streams" in note for note in watcher.notes)
+    keys: dict[str, Any] = {"concurrency": 3, "repeats": 1, "answers_per_stream": 4}
+    results = run_grid(watcher, model=model, workload=prompts, out=str(tmp_path), **keys)
+    assert any("4 prompts: they are asked again, so that 3" in note for note in watcher.notes)
+    (run,) = results.cells[0].repeats
+    assert (run.num_requests, run.num_repeated) == (12, 2)  # conversations of two turns
+    assert run.steady_otps is not None
+
+
+def test_runs_of_few_streams_may_ask_a_part_and_each_prompt_has_a_reference(
+    model: str, head: str, prompts: str, tmp_path: Path
+) -> None:
+    keys: dict[str, Any] = {"spec_model": head, "repeats": 1, "min_answers": 4}
+    results = run_grid(model=model, workload=prompts, out=str(tmp_path), **keys, concurrency="1,4")
+    assert [c.repeats[0].num_requests for c in results.cells] == [4, 8, 4, 8]
+    assert set(results.cells[0].repeats[0].categories) == {"a", "b"}
+    assert results.lossless is not None
+    # None's four at once has two conversations of one at a time, p-eagle's two and four.
+    assert results.lossless.plain is not None
+    assert results.lossless.speculative is not None
+    assert results.lossless.plain.compared == 4
+    assert results.lossless.speculative.compared == 4 + 8
+    assert results.lossless.different == 0
+
+
+def test_run_in_which_graphs_were_captured_is_made_again(
+    model: str, prompts: str, tmp_path: Path
+) -> None:
+    steps = [0]
+
+    def build(*arguments: Any) -> Any:
+        class Compiling(DyingBackend):
+            """Compiles until its 20th step: in the warm-up and in the first run."""
+
+            @property
+            def num_compiled(self) -> int:
+                return min(steps[0], 20)
+
+            def step(self) -> Any:
+                steps[0] += 1
+                return self.real.step()
+
+        return Compiling(build_backend(*arguments), 0, RuntimeError())
+
+    keys: dict[str, Any] = {"model": model, "workload": prompts, "warmup": 0, "concurrency": "1"}
+    results = run_grid(build=build, out=str(tmp_path), repeats=1, **keys)
+    (run,) = results.cells[0].repeats
+    assert run.num_compiled == 0
+    assert run.num_requests == 8
+    assert steps[0] > 20 + run.num_output_tokens
 
 
 def test_backend_that_refuses_every_prompt_ends_the_grid(

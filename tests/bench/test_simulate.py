@@ -35,10 +35,12 @@ LLAMA_8B = decoder_shape(
 )
 METHODS = ("p-eagle", "eagle3", "ngram")
 GPU = Gpu("made up", bandwidth=1e12, flops=1e14, memory_bytes=80e9)
-NO_FLOORS = Assumptions(bandwidth_share=1, flops_share=1, kernel_floor=0, step_overhead=0)
+IDEAL = Assumptions(
+    bandwidth_share=1, cache_share=1, flops_share=1, kernel_overhead=0, step_overhead=0
+)
 
 
-def roofline(gpu: Gpu = GPU, assumed: Assumptions = NO_FLOORS) -> RooflineCosts:
+def roofline(gpu: Gpu = GPU, assumed: Assumptions = IDEAL) -> RooflineCosts:
     drafters = {method: drafter_shape(method, LLAMA_8B) for method in METHODS}
     return RooflineCosts(gpu, LLAMA_8B, drafters, assumed=assumed)
 
@@ -65,9 +67,9 @@ def test_many_rows_cost_their_products() -> None:
     )
 
 
-def test_infinite_bandwidth_and_products_leave_the_floors() -> None:
+def test_infinite_bandwidth_and_products_leave_the_overheads() -> None:
     endless = Gpu("endless", bandwidth=1e40, flops=1e40, memory_bytes=1e40)
-    assumed = replace(NO_FLOORS, kernel_floor=1e-6, step_overhead=1e-3)
+    assumed = replace(IDEAL, kernel_overhead=1e-6, step_overhead=1e-3)
     # 32 layers of 5 large and 4 small kernels, the logits, and the step's own overhead
     assert roofline(endless, assumed).plain(64, 4096) == pytest.approx(1e-3 + (32 * 9 + 1) * 1e-6)
     assert roofline(endless).speculative("p-eagle", 5, 64, 4096) == pytest.approx(0, abs=1e-12)
@@ -123,7 +125,7 @@ def test_free_perfect_drafts_gain_k_plus_one_while_memory_is_the_limit() -> None
 
 
 def test_eagle3_pays_for_each_draft_and_p_eagle_once() -> None:
-    assumed = replace(NO_FLOORS, kernel_floor=1e-6)
+    assumed = replace(IDEAL, kernel_overhead=1e-6)
     eagle3 = [roofline(assumed=assumed).draft("eagle3", k, 1, 1) for k in (1, 2, 4)]
     assert eagle3[2] - eagle3[1] == pytest.approx(2 * (eagle3[1] - eagle3[0]), rel=1e-6)
     parallel = [roofline(assumed=assumed).draft("p-eagle", k, 1, 1) for k in (1, 7)]
@@ -132,7 +134,7 @@ def test_eagle3_pays_for_each_draft_and_p_eagle_once() -> None:
 
 def test_passes_of_the_drafters_are_counted_kernel_by_kernel() -> None:
     endless = Gpu("endless", bandwidth=1e40, flops=1e40, memory_bytes=1e40)
-    costs = roofline(endless, replace(NO_FLOORS, kernel_floor=1.0))
+    costs = roofline(endless, replace(IDEAL, kernel_overhead=1.0))
     # A layer has 5 large and 4 small kernels; beside them logits, taps and the wider first layer.
     assert costs.draft("eagle3", 5, 1, 1) == pytest.approx(5 * (9 + 3))
     assert costs.draft("p-eagle", 5, 1, 1) == pytest.approx(4 * 9 + 3)

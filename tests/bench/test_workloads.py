@@ -13,7 +13,7 @@ import pytest
 
 from peagle.bench.null_backend import NullTokenizer
 from peagle.bench.prompter import Prompter, random_tokens, without_misfits
-from peagle.bench.workloads import Task, load_workload, split_references, spread
+from peagle.bench.workloads import Task, in_turn, load_workload, split_references
 from peagle.data.prompts import Conversation
 from peagle.errors import ConfigError, DataError
 
@@ -36,8 +36,10 @@ def test_offline_default_has_several_categories_and_needs_no_file() -> None:
 def test_a_limit_takes_categories_in_turn() -> None:
     assert len(load_workload("offline", limit=6).info().categories) == 6
     found = [Conversation(str(n), ("x",), category="aab"[n]) for n in range(3)]
-    assert [c.id for c in spread(found, 2)] == ["0", "2"]
-    assert [c.id for c in spread(found, None)] == ["0", "1", "2"]
+    assert [c.id for c in in_turn(found)] == ["0", "2", "1"]
+    whole = load_workload("offline")
+    assert load_workload("offline", limit=24).tasks == whole.tasks  # a file's own order
+    assert [t.source_id for t in whole.first(40)[:7]] == [t.source_id for t in whole.first(7)]
 
 
 def test_bad_rows_of_a_file_are_skipped_and_named(tmp_path: Path) -> None:
@@ -138,10 +140,21 @@ def test_lists_of_workloads_keep_the_comma_of_lengths() -> None:
 
 
 def test_prompts_are_asked_again_where_there_are_fewer_than_streams() -> None:
-    tasks = load_workload("offline", limit=2).at_least(5)
+    tasks = load_workload("offline", limit=2).first(5)
     assert len({t.id for t in tasks}) == 5
     assert len({t.source_id for t in tasks}) == 2
     assert tasks[4].turns == tasks[0].turns
+    assert [t.is_repeat for t in tasks] == [False, False, True, True, True]
+
+
+def test_rows_of_speed_bench_whose_text_is_withheld_are_set_aside(tmp_path: Path) -> None:
+    withheld = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    rows = [{"id": "a", "turns": ["real", "again"]}, {"id": "b", "turns": ["real", withheld]}]
+    workload = load_workload(f"speed-bench={write(tmp_path / 'p.jsonl', rows)}")
+    assert [task.id for task in workload.tasks] == ["a"]
+    assert [bad.where for bad in workload.bad] == ["b"]
+    with pytest.raises(DataError, match="no row of speed-bench has a text"):
+        load_workload(f"speed-bench={write(tmp_path / 'q.jsonl', rows[1:])}")
 
 
 def test_prompts_that_do_not_fit_the_context_are_set_aside(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_grid_prints_a_table_and_ends_with_json(
     assert "[4/4]" in command.err
     assert "0 s left" in command.err
     assert "3 of 3" not in command.err  # nine comparisons: three runs beside the reference
-    assert "9 of 9 greedy answers are method none's token by token" in command.err
+    assert "Same output: all 9 greedy answers equal those without speculation" in command.err
     assert command(*shown[:-1]) == 0
     assert "speed-up" in command.out
     assert "4 of 4 runs are there already" in command.err
@@ -100,7 +100,7 @@ def test_failures_are_named_but_not_all(capsys: pytest.CaptureFixture[str]) -> N
     out = capsys.readouterr().out
     assert out.count("failed: p") == 5
     assert "and 4 more: results.json has them" in out
-    assert "232 of 240 greedy answers" in out
+    assert "8 of 240 greedy answers with speculation leave those without it" in out
     assert "p-eagle K=5 at 4, q0, turn 1, token 18: ' the' for ' a'" in out
     assert "and 3 more: peagle report shows them" in out
     assert "p-eagle (partial)" in out

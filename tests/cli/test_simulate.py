@@ -34,7 +34,7 @@ def test_a_shape_and_a_gpu_give_a_table(shell: Shell, config: str) -> None:
     rates = ("--acceptance", "0.7,0.5,0.3", "--spec-tokens", "1,3")
     assert shell("simulate", "--model", config, "--gpu", "L4", *rates) == 0
     assert "computed, not measured, for NVIDIA L4" in shell.out
-    assert "assumed: 80% of peak bandwidth" in shell.out
+    assert "assumed: 73% of peak bandwidth for weights" in shell.out
     assert "best at concurrency 1: p-eagle, K = 3" in shell.out
     assert "break-even" in shell.out
 
@@ -125,4 +125,12 @@ def test_a_users_error_is_one_line(shell: Shell, config: str, tmp_path: Path) ->
 
 def test_help_lists_the_assumptions(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--help"]) == 0
-    assert "--kernel-floor" in capsys.readouterr().out
+    assert "--kernel-overhead" in capsys.readouterr().out
+
+
+def test_measured_costs_say_which_k_are_predicted_unless_told(shell: Shell) -> None:
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    costs, heads = results / "step_costs_8b_h200.json", results / "heads_h200.json"
+    assert shell("simulate", "--costs", str(costs), "--acceptance", str(heads), "--json") == 0
+    found = {p["num_speculative_tokens"] for p in shell.json["predictions"]}
+    assert found == {3, 5, 7}  # 11 was measured, too, but the heads' acceptance ends at 8

@@ -44,6 +44,11 @@ class Backend(Protocol):
         """Totals over all requests since start."""
         ...
 
+    @property
+    def num_compiled(self) -> int:
+        """Of what is made on first use, such as CUDA graphs: steps that make one are slow."""
+        ...
+
     def get_tokenizer(self) -> Any: ...
 
     def render_chat(

@@ -37,6 +37,8 @@ from peagle.speculation.statistics import SpecDecodeStats
 class VllmBackend:
     """One vLLM engine. Prompts are tokenized here, so both backends answer the same token ids."""
 
+    num_compiled = 0  # it captures its graphs at the start
+
     def __init__(
         self,
         model: str,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
+from statistics import median
 
 from peagle.bench.cells import Cell
 from peagle.bench.grid import GridCell, Turn
-from peagle.bench.results import Lossless, Manifest, Results, Sample
+from peagle.bench.results import Agreement, Lossless, Manifest, Results, Sample
+from peagle.bench.settings import NONE
 from peagle.bench.store import RunFile, run_name
 
 MOST_DIFFERENCES = 200  # that a result names
@@ -43,12 +46,30 @@ def _lossless(files: Sequence[RunFile]) -> Lossless | None:
     compared = sum(file.compared for file in files)
     if not compared:
         return None
-    differences = [difference for file in files for difference in file.differences]
+    rounds = zip_longest(*(file.differences for file in files))  # some of each run
+    differences = [d for group in rounds for d in group if d is not None]
     return Lossless(
         compared,
         sum(file.different for file in files),
         sum(file.not_comparable for file in files),
         differences[:MOST_DIFFERENCES],
+        plain=_agreement([file for file in files if file.cell.method == NONE]),
+        speculative=_agreement([file for file in files if file.cell.method != NONE]),
+    )
+
+
+def _agreement(files: Sequence[RunFile]) -> Agreement | None:
+    """None where nothing was compared."""
+    compared = sum(file.compared for file in files)
+    if not compared:
+        return None
+    gaps = [abs(d.gap) for file in files for d in file.differences if d.gap is not None]
+    return Agreement(
+        compared,
+        sum(file.different for file in files),
+        len(gaps),
+        median(gaps) if gaps else None,
+        max(gaps, default=None),
     )
 
 

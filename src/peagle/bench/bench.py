@@ -20,6 +20,7 @@ from peagle.errors import ConfigError
 from peagle.provenance import provenance
 
 Note = Callable[[str], None]
+MOST_NAMED = 5  # skipped rows of a workload
 
 
 def bench(plan: BenchPlan, build: Build, progress: Progress, note: Note) -> Results:
@@ -39,7 +40,7 @@ def bench(plan: BenchPlan, build: Build, progress: Progress, note: Note) -> Resu
         limit = _max_model_len(plan)
         workloads = [without_misfits(w, prompter, limit) for w in workloads]
     _report(workloads, plan, note)
-    _warn_of_few_prompts(workloads, plan, note)
+    _tell_of_repeats(workloads, plan, note)
 
     # 3. The grid. A server is asked for its models here; engines start with their first cell.
     session, store = _session(plan, methods, build, prompter, device, note), Store(plan.path)
@@ -96,20 +97,22 @@ def _place(plan: BenchPlan) -> tuple[str, str]:
 
 def _report(workloads: Sequence[Workload], plan: BenchPlan, note: Note) -> None:
     for workload in workloads:
-        for bad in workload.bad:
+        for bad in workload.bad[:MOST_NAMED]:
             note(f"{workload.name}: skipped {bad.where}: {bad.error}")
+        more = len(workload.bad) - MOST_NAMED
+        if more > 0:
+            note(f"{workload.name}: skipped {more} more, {len(workload.tasks)} prompts are left")
     if plan.raw:
         note("warning: raw prompts, no chat template: a chat model answers unlike in use")
 
 
-def _warn_of_few_prompts(workloads: Sequence[Workload], plan: BenchPlan, note: Note) -> None:
-    """A run ends when its last answer does: with few answers a stream, streams stand idle long."""
-    streams = max(plan.concurrencies, default=1)
+def _tell_of_repeats(workloads: Sequence[Workload], plan: BenchPlan, note: Note) -> None:
+    streams = max(plan.concurrencies, default=0)
     for workload in workloads:
-        if streams > 1 and len(workload.tasks) < 2 * streams:
+        if len(workload.tasks) < streams * workload.num_tasks_of(plan.answers_per_stream):
             note(
-                f"warning: {workload.name} has {len(workload.tasks)} prompts for {streams} "
-                "streams: many stand idle at a run's end; more prompts tell more of that load"
+                f"{workload.name} has {len(workload.tasks)} prompts: they are asked again, so that "
+                f"{streams} streams give {plan.answers_per_stream} answers each"
             )
 
 
@@ -140,6 +143,9 @@ def _settings(plan: BenchPlan) -> dict[str, Any]:
     """The rest of what a number depends on."""
     fields = ("dtype", "device")  # stand in the manifest as they are, not as they were asked for
     keys = [name for name in (*ENGINE_KEYS, *VLLM_KEYS) if name not in fields]
-    names = ("raw", "ignore_eos", "interleave", "warmup", *keys)
+    names = (
+        *("raw", "ignore_eos", "interleave", "warmup", "answers_per_stream", "min_answers"),
+        *keys,
+    )
     given = {name: getattr(plan, name) for name in names}
     return {"confidence": "95 %, Student's t", **given}

@@ -13,12 +13,14 @@ from peagle.speculation.statistics import SpecDecodeStats
 
 @dataclass(eq=False)
 class Call:
-    """One turn of one task. `prompt` is in the form that the client itself made."""
+    """One turn of one task. `prompt` is in the form that the client itself made; None: the client
+    makes it of `answers`, those of the turns before."""
 
     task: Task
     turn: int
     prompt: Any
     params: SamplingParams
+    answers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class Client(Protocol):
         ...
 
     def start(self, call: Call) -> None:
-        """Raises RequestError if it can never be served."""
+        """Raises RequestError if it can never be served, or says so in an update later. Makes the
+        call's prompt if it has none."""
         ...
 
     def wait(self, timeout: float | None) -> list[Update]:

@@ -52,6 +52,11 @@ class Run:
     num_requests: int  # those that were answered
     num_output_tokens: int
     wall_s: float  # from the first start (or scheduled arrival) to the last token
+    # The same until the last conversation began, while all streams are busy: the whole run ends in
+    # a tail in which fewer run. None in an open loop, and with no more prompts than streams.
+    steady_otps: float | None = None
+    num_repeated: int = 0  # conversations that asked a prompt of this run again
+    num_compiled: int = 0  # what the backend had to make during it, such as CUDA graphs
     stats: dict[str, Any] = field(default_factory=dict)
     looping_share: float | None = None  # of the answers
     acceptance_without_looping: float | None = None  # mean acceptance length
@@ -74,6 +79,7 @@ class Summary:
     """Over a cell's whole repeats (partial ones are left out where a whole one exists)."""
 
     otps: Interval
+    steady_otps: float | None
     num_repeats: int
     acceptance_length: float | None
     acceptance_without_looping: float | None
@@ -109,6 +115,7 @@ class Cell:
             return None
         return Summary(
             otps=t_interval([run.otps for run in runs]),
+            steady_otps=_mean([run.steady_otps for run in runs]),
             num_repeats=len(runs),
             acceptance_length=_mean([run.acceptance_length for run in runs]),
             acceptance_without_looping=_mean([r.acceptance_without_looping for r in runs]),

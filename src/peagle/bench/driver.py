@@ -72,11 +72,12 @@ class _Drive:
         times = [0.0] * len(tasks)
         if load.request_rate is not None:
             times = arrivals(len(tasks), load.request_rate, seed)
-        # First turns are rendered before the clock runs; a later one needs the answer before it.
+        # First turns are rendered before the clock runs; a later one needs the answer before it,
+        # and its time counts.
         calls = [Call(task, 0, client.prompt(task, ()), params_of(task, 0)) for task in tasks]
         self.waiting = deque(zip(times, calls, strict=True))
         self.open: dict[Call, Record] = {}
-        self.said: dict[Task, list[str]] = {}
+        self.said: dict[Task, tuple[str, ...]] = {}
         self.records: list[Record] = []
 
     def run(self) -> Outcome:
@@ -133,15 +134,8 @@ class _Drive:
         task, turn = call.task, call.turn + 1
         if turn >= task.num_turns or answer.error is not None:
             return
-        said = self.said.setdefault(task, [])
-        said.append(answer.text)
-        call = Call(task, turn, None, self.params_of(task, turn))
-        try:
-            call.prompt = self.client.prompt(task, said)
-        except RequestError as error:
-            self.records.append(_refused(call, now, error))
-            return
-        self._start(call, now)
+        self.said[task] = (*self.said.get(task, ()), answer.text)
+        self._start(Call(task, turn, None, self.params_of(task, turn), self.said[task]), now)
 
 
 def _refused(call: Call, begun: float, error: RequestError) -> Record:

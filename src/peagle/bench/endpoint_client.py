@@ -41,6 +41,8 @@ class EndpointClient:
         return "/v1/chat/completions", {"messages": messages(task, answers)}
 
     def start(self, call: Call) -> None:
+        if call.prompt is None:
+            call.prompt = self.prompt(call.task, call.answers)
         # A daemon: a server that hangs must not keep the process from ending.
         threading.Thread(target=self._answer, args=(call,), daemon=True).start()
 

@@ -23,20 +23,23 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What peak figures do not say. Guesses of ours, not measurements: give your own where you know
-    them. A kernel takes at least `kernel_floor` however small it is, a step at least
-    `step_overhead` for scheduling and sampling."""
+    """What peak figures do not say. Chosen so that the 63 steps of an 8B-class target on one H200
+    come out best (benchmarks/results/step_costs_8b_h200.json): give your own where you know
+    better, above all for other GPUs and engines."""
 
-    bandwidth_share: float = 0.8  # of the peak that a large product reaches
-    flops_share: float = 0.6
-    kernel_floor: float = 2e-6  # seconds, in a CUDA graph
-    step_overhead: float = 5e-4  # seconds
+    bandwidth_share: float = 0.73  # of the peak, when a product reads its weights
+    cache_share: float = 0.63  # the same of attention: keys and values lie in scattered blocks
+    flops_share: float = 0.73  # of the peak, in a product of many rows
+    kernel_overhead: float = 2.3e-6  # seconds to start and end any kernel, in a CUDA graph
+    # Seconds in which the device waits for the host: 5 to 70 us up to 32 requests in
+    # benchmarks/results/engine_h200.json, 90 to 240 with 128.
+    step_overhead: float = 3e-5
 
     def __post_init__(self) -> None:
-        for name in ("bandwidth_share", "flops_share"):
+        for name in ("bandwidth_share", "cache_share", "flops_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is no share", hint="use 0 to 1")
-        for name in ("kernel_floor", "step_overhead"):
+        for name in ("kernel_overhead", "step_overhead"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} is negative", hint="use >= 0")
 

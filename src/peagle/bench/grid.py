@@ -107,9 +107,3 @@ def turns(cells: Sequence[GridCell], repeats: int, *, interleave: bool) -> Itera
     for repeat in range(repeats):
         ordered = cells if repeat % 2 == 0 else list(reversed(cells))
         yield from (Turn(cell, repeat) for cell in ordered)
-
-
-def reference_of(cells: Sequence[GridCell], workload: str) -> GridCell | None:
-    """Whose first repeat the answers of a workload are compared with: none at its least load."""
-    plain = (c for c in cells if c.workload == workload and c.drafting.method == NONE)
-    return next(plain, None)

@@ -6,15 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from peagle.backends.contract import Backend
 from peagle.bench.calls import Record
+from peagle.bench.gaps import GapQuery
 from peagle.bench.results import Difference
-from peagle.errors import RequestError
-from peagle.sampling_params import SamplingParams
 
-MOST_NAMED = 20  # differences of one run; each costs an extra request for its gap
-# prompt's token ids and the answer so far, expected, got -> the gap
-GapOf = Callable[[Sequence[int], int, int], float | None]
+MOST_NAMED = 10  # differences of one run; each costs an extra request for its gap
+GapsOf = Callable[[Sequence[GapQuery]], list[float | None]]
 AnswerKey = tuple[str, int]  # prompt's id and turn
 
 
@@ -44,7 +41,7 @@ def compare(
     reference: dict[AnswerKey, list[int]],
     about: Difference,
     *,
-    gap_of: GapOf | None = None,
+    gaps_of: GapsOf | None = None,
     tokenizer: Any = None,
 ) -> Compared:
     """`about` names the run; its place and tokens are filled in for each difference.
@@ -53,6 +50,7 @@ def compare(
     """
     num_compared = num_not_comparable = 0
     found: list[Difference] = []
+    places: list[tuple[Record, Sequence[int], int]] = []
     left: set[str] = set()  # conversations that went another way
     for record in sorted(records, key=lambda r: r.call.turn):
         answer = record.answer
@@ -67,7 +65,10 @@ def compare(
         if at is not None:
             left.add(record.call.task.id)
             if len(found) < MOST_NAMED:
-                found.append(_difference(about, record, expected, at, gap_of, tokenizer))
+                found.append(_difference(about, record, expected, at, tokenizer))
+                places.append((record, expected, at))
+    if gaps_of is not None:
+        found = _with_gaps(found, [_query(*place) for place in places], gaps_of)
     return Compared(num_compared, len(left), num_not_comparable, found)
 
 
@@ -78,41 +79,14 @@ def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
     return None if len(expected) == len(got) else min(len(expected), len(got))
 
 
-def logprob_gap(
-    backend: Backend, num_logprobs: int, prefix: Sequence[int], expected: int, got: int
-) -> float | None:
-    """log p(expected) - log p(got) after `prefix`, by the target without drafts. None where one
-    of them is not among the `num_logprobs` best."""
-    params = SamplingParams(
-        temperature=0.0, max_tokens=1, logprobs=num_logprobs, num_speculative_tokens=0
-    )
-    try:
-        answer = backend.generate({"prompt_token_ids": list(prefix)}, params)[0].outputs[0]
-    except RequestError:
-        return None  # the context was full
-    if not answer.logprobs:
-        return None
-    row = answer.logprobs[0]
-    if expected not in row or got not in row:
-        return None
-    return row[expected].logprob - row[got].logprob
-
-
 def _difference(
     about: Difference,
     record: Record,
     expected: Sequence[int],
     at: int,
-    gap_of: GapOf | None,
     tokenizer: Any,
 ) -> Difference:
-    assert record.answer is not None
-    assert record.answer.token_ids is not None
-    got = record.answer.token_ids
-    wanted, seen = _at(expected, at), _at(got, at)
-    gap = None
-    if gap_of is not None and wanted is not None and seen is not None:
-        gap = gap_of([*record.call.prompt.token_ids, *got[:at]], wanted, seen)
+    wanted, seen = _at(expected, at), _at(_token_ids(record), at)
     return replace(
         about,
         prompt=record.call.task.id,
@@ -120,10 +94,32 @@ def _difference(
         position=at,
         expected=wanted,
         got=seen,
-        gap=gap,
         expected_text=_text(tokenizer, wanted),
         got_text=_text(tokenizer, seen),
     )
+
+
+def _query(record: Record, expected: Sequence[int], at: int) -> GapQuery | None:
+    """None where one of the answers had ended."""
+    wanted, seen = _at(expected, at), _at(_token_ids(record), at)
+    if wanted is None or seen is None:
+        return None
+    return GapQuery((*record.call.prompt.token_ids, *expected[:at]), wanted, seen)
+
+
+def _with_gaps(
+    found: Sequence[Difference], queries: Sequence[GapQuery | None], gaps_of: GapsOf
+) -> list[Difference]:
+    asked = [query for query in queries if query is not None]
+    gaps = dict(zip(asked, gaps_of(asked), strict=True)) if asked else {}
+    pairs = zip(found, queries, strict=True)
+    return [replace(d, gap=gaps[query]) if query is not None else d for d, query in pairs]
+
+
+def _token_ids(record: Record) -> list[int]:
+    assert record.answer is not None
+    assert record.answer.token_ids is not None
+    return record.answer.token_ids
 
 
 def _at(tokens: Sequence[int], index: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
@@ -17,9 +18,15 @@ MOST_ERRORS = 20  # that a result names
 
 
 def measure(
-    outcome: Outcome, meters: Meters | None = None, server: SpecDecodeStats | None = None
+    outcome: Outcome,
+    meters: Meters | None = None,
+    server: SpecDecodeStats | None = None,
+    *,
+    concurrency: int | None = None,
+    num_compiled: int = 0,
 ) -> Run:
-    """`server`: acceptance as the backend's own counters have it, where answers carry none."""
+    """`server`: acceptance as the backend's own counters have it, where answers carry none.
+    `concurrency`: of a closed loop."""
     answered = [r for r in outcome.records if r.answer is not None and r.answer.error is None]
     num_tokens = sum(_num_tokens(record) for record in answered)
     wall = _wall(outcome.records)
@@ -32,6 +39,9 @@ def measure(
         num_requests=len(answered),
         num_output_tokens=num_tokens,
         wall_s=wall,
+        steady_otps=None if concurrency is None else steady_otps(outcome.records, concurrency),
+        num_repeated=sum(r.call.task.is_repeat for r in outcome.records if not r.call.turn),
+        num_compiled=num_compiled,
         stats=stats.as_dict() if stats is not None else {},
         looping_share=1 - len(steady) / len(shown) if shown else None,
         acceptance_without_looping=_length(merged(steady)),
@@ -41,6 +51,17 @@ def measure(
         partial=_is_partial(outcome),
         errors=_errors(outcome),
     )
+
+
+def steady_otps(records: Sequence[Record], concurrency: int) -> float | None:
+    """While all streams are busy: until the last conversation began, since the first to end after
+    that leaves its stream idle."""
+    starts = [record.begun for record in records if not record.call.turn]
+    if len(starts) <= concurrency or max(starts) <= min(starts):
+        return None
+    begun, ended = min(starts), max(starts)
+    seen = [(record, bisect_right(record.times, ended)) for record in records]
+    return sum(r.counts[n - 1] for r, n in seen if n) / (ended - begun)
 
 
 def latencies(records: Sequence[Record]) -> Latencies:

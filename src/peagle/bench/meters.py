@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import threading
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
@@ -12,18 +15,43 @@ EVERY_MS = 200
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
+class GpuWatch:
+    """The driver's tool, printing the share of time with work, read by a thread of ours for as long
+    as a grid runs: to start it takes longer than a short run does. Silent where it is missing."""
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[float, str]] = []  # when it was said
+        self._tool = _start_tool()
+        if self._tool is not None:
+            threading.Thread(target=self._read, args=(self._tool,), daemon=True).start()
+
+    def mean(self, begun: float, ended: float) -> float | None:
+        """Between two times of time.perf_counter."""
+        return mean_utilization(line for at, line in list(self._lines) if begun <= at <= ended)
+
+    def close(self) -> None:
+        if self._tool is not None:
+            self._tool.terminate()
+            self._tool.wait()
+
+    def _read(self, tool: subprocess.Popen[str]) -> None:
+        assert tool.stdout is not None
+        for line in tool.stdout:
+            self._lines.append((time.perf_counter(), line))
+
+
 class Meters:
     """Measures while the block runs. `device`: where the engine of this process computes; None
     for an engine elsewhere, whose memory is not ours to see. Memory is the whole process's, so
     it holds every engine that is alive."""
 
-    def __init__(self, device: str | None) -> None:
-        self.device = device
+    def __init__(self, device: str | None, watch: GpuWatch | None = None) -> None:
+        self.device, self.watch = device, watch
         self.peak_memory_bytes: int | None = None
         self.gpu_utilization: float | None = None
-        self._watcher: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Meters:
+        self._begun = time.perf_counter()
         if self.device is not None and self.device.startswith("cuda"):
             import torch
 
@@ -31,8 +59,6 @@ class Meters:
         elif self.device is not None:
             with contextlib.suppress(OSError):
                 CLEAR_REFS.write_text("5")  # the kernel forgets the peak so far
-        if self.device != "cpu":
-            self._watcher = watch_gpu()
         return self
 
     def __exit__(
@@ -41,9 +67,8 @@ class Meters:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._watcher is not None:
-            self._watcher.terminate()
-            self.gpu_utilization = mean_utilization(self._watcher.communicate()[0])
+        if self.watch is not None:
+            self.gpu_utilization = self.watch.mean(self._begun, time.perf_counter())
         if self.device is not None and self.device.startswith("cuda"):
             import torch
 
@@ -52,8 +77,7 @@ class Meters:
             self.peak_memory_bytes = peak_resident_bytes()
 
 
-def watch_gpu() -> subprocess.Popen[str] | None:
-    """The driver's tool, printing the share of time with work; None without it."""
+def _start_tool() -> subprocess.Popen[str] | None:
     try:
         return subprocess.Popen(
             [
@@ -70,11 +94,11 @@ def watch_gpu() -> subprocess.Popen[str] | None:
         return None
 
 
-def mean_utilization(listing: str) -> float | None:
-    """Over time, of the GPU that had most to do; None if nothing was said. The listing's lines
-    are `index, percent`."""
+def mean_utilization(lines: Iterable[str]) -> float | None:
+    """Over time, of the GPU that had most to do; None if nothing was said. Lines are
+    `index, percent`."""
     shares: dict[str, list[int]] = {}
-    for line in listing.splitlines():
+    for line in lines:
         index, _, percent = line.partition(",")
         if percent.strip().isdigit():
             shares.setdefault(index, []).append(int(percent))

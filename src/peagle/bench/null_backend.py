@@ -58,6 +58,7 @@ class NullBackend:
     model_path = Path("null")
     method = "none"
     num_speculative_tokens = 0
+    num_compiled = 0
 
     def __init__(self, tokens_per_step: int = 1) -> None:
         self.tokens_per_step = tokens_per_step

@@ -36,6 +36,10 @@ class BenchPlan:
     request_rate: list[float] = field(default_factory=list)  # requests per second
     workload: list[str] = field(default_factory=lambda: [OFFLINE])
     num_prompts: int | None = None  # of each workload; None: all (synthetic: 32)
+    # A closed loop asks for at least so many answers per stream: with fewer its end, in which
+    # streams stand idle, weighs much. And for at least `min_answers` in all; None: the workload's.
+    answers_per_stream: int = 3
+    min_answers: int | None = None
     max_tokens: int = 256
     temperature: float = 0.0
     ignore_eos: bool = False
@@ -65,12 +69,11 @@ class BenchPlan:
         for name in ("concurrency", "request_rate", "spec_tokens"):
             for value in getattr(self, name):
                 _require(value > 0, name, value, "more than 0")
-        _require(self.repeats >= 1, "repeats", self.repeats, "1 or more")
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
+        for name in ("repeats", "max_tokens", "answers_per_stream", "min_answers", "max_engines"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "1 or more")
         _require(self.temperature >= 0, "temperature", self.temperature, "0 or more")
         _require(self.warmup is None or self.warmup >= 0, "warmup", self.warmup, "0 or more")
-        most = self.max_engines
-        _require(most is None or most >= 1, "max_engines", most, "1 or more")
         for method in self.spec_method:
             if not self.is_endpoint and method not in get_args(Method):
                 known = ", ".join(get_args(Method))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from peagle.bench.calls import messages, plain_text
@@ -17,9 +18,18 @@ class Prompter:
     def __init__(self, tokenizer: Any, *, raw: bool = False, seed: int = 0) -> None:
         self.tokenizer, self.raw, self.seed = tokenizer, raw, seed
         self._reader = PromptReader(tokenizer)
+        self._first_turns: dict[Task, TokenizedPrompt] = {}  # every run of a grid asks for them
 
     def prompt(self, task: Task, answers: Sequence[str]) -> TokenizedPrompt:
         """The turn that follows the answers given so far."""
+        if answers:
+            return self._read(task, answers)
+        source = replace(task, id=task.source_id)
+        if source not in self._first_turns:
+            self._first_turns[source] = self._read(task, ())
+        return self._first_turns[source]
+
+    def _read(self, task: Task, answers: Sequence[str]) -> TokenizedPrompt:
         if task.num_random_tokens:
             return TokenizedPrompt(None, random_tokens(self.tokenizer, task, self.seed))
         if self.raw:

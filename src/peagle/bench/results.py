@@ -69,15 +69,30 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class Agreement:
+    """How many answers of several runs are the reference's. Gaps without sign, of those
+    differences whose gap was computed."""
+
+    compared: int
+    different: int
+    num_gaps: int = 0
+    median_gap: float | None = None
+    largest_gap: float | None = None
+
+
+@dataclass(frozen=True)
 class Lossless:
-    """Greedy answers of all cells against method none's of the same workload, at its smallest
-    load and first repeat. None itself is compared under its other loads: a batch of another
-    size rounds differently, without any speculation."""
+    """Greedy answers of all cells against method none's of the same workload, at the smallest
+    load under which it was asked them, first repeat. None itself is compared under its other
+    loads: a batch of another size rounds differently, without any speculation."""
 
     compared: int  # answers
     different: int
     not_comparable: int = 0  # later turns of a conversation that differed before
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)  # some of each run's
+    # The same figures without and with speculation. None in results of before they were kept.
+    plain: Agreement | None = None
+    speculative: Agreement | None = None
 
 
 @dataclass(frozen=True)

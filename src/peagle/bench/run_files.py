@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from peagle.bench.calls import Record
 from peagle.bench.cells import Run
 from peagle.bench.driver import Outcome
-from peagle.bench.grid import GridCell, Turn, reference_of
-from peagle.bench.lossless import Compared, answers_of, compare
-from peagle.bench.plan import BenchPlan
+from peagle.bench.grid import GridCell, Turn
+from peagle.bench.lossless import AnswerKey, Compared, answers_of, compare
+from peagle.bench.plan import NONE, BenchPlan
 from peagle.bench.results import Difference, Sample
 from peagle.bench.samples import samples
 from peagle.bench.sessions import Session
@@ -26,11 +26,11 @@ class RunFiles:
     def make(self, turn: Turn, run: Run, outcome: Outcome) -> RunFile:
         compared, answers = Compared(), list[KeptAnswer]()
         if self.greedy and outcome.failure is None:
-            if turn == self._reference(turn.cell.workload):
+            reference = self.store.reference(turn.cell.workload)
+            compared = self._compare(turn, outcome.records, reference)
+            if turn.cell.drafting.method == NONE and not turn.repeat:
                 kept = answers_of(outcome.records)
-                answers = [KeptAnswer(*key, token_ids) for key, token_ids in kept.items()]
-            else:
-                compared = self._compare(turn, outcome.records)
+                answers = [KeptAnswer(*k, ids) for k, ids in kept.items() if k not in reference]
         return RunFile(
             turn.cell.empty(),
             turn.repeat,
@@ -43,20 +43,11 @@ class RunFiles:
             answers=answers,
         )
 
-    def _reference(self, workload: str) -> Turn | None:
-        cell = reference_of(self.cells, workload)
-        return None if cell is None else Turn(cell, 0)
-
-    def _reference_file(self, workload: str) -> RunFile | None:
-        """A grid without none (a server has one method at a time) takes the folder's, if any."""
-        reference = self._reference(workload)
-        return self.store.load(reference) if reference else self.store.reference(workload)
-
-    def _compare(self, turn: Turn, records: Sequence[Record]) -> Compared:
-        file = self._reference_file(turn.cell.workload)
-        if file is None:
+    def _compare(
+        self, turn: Turn, records: Sequence[Record], reference: dict[AnswerKey, list[int]]
+    ) -> Compared:
+        if not reference:
             return Compared()
-        expected = {(a.prompt, a.turn): a.token_ids for a in file.answers}
         cell = turn.cell.empty()
         about = Difference(
             method=cell.label,
@@ -70,8 +61,9 @@ class RunFiles:
             expected=None,
             got=None,
         )
-        gap_of = self.session.gap_of(turn.cell.drafting)
-        return compare(records, expected, about, gap_of=gap_of, tokenizer=self.session.tokenizer)
+        gaps_of = self.session.gaps_of(turn.cell.drafting)
+        tokenizer = self.session.tokenizer
+        return compare(records, reference, about, gaps_of=gaps_of, tokenizer=tokenizer)
 
     def _samples(self, turn: Turn, records: Sequence[Record]) -> list[Sample]:
         """From the first repeat at the least load."""

@@ -11,7 +11,7 @@ from peagle.bench.cells import Run
 from peagle.bench.driver import Load, Outcome, drive
 from peagle.bench.grid import Drafting, GridCell, Turn, turns
 from peagle.bench.measure import measure
-from peagle.bench.meters import Meters
+from peagle.bench.meters import GpuWatch, Meters
 from peagle.bench.plan import BenchPlan
 from peagle.bench.request_params import RequestParams
 from peagle.bench.results import Manifest, Results
@@ -23,8 +23,10 @@ from peagle.bench.store import Store
 from peagle.bench.workloads import Task, Workload
 from peagle.errors import BackendError, RequestError
 
-WARMUP_TOKENS = 32
+WARMUP_TOKENS = 32  # on a GPU whole answers: graphs of longer contexts are captured too
 WARMUP_REQUESTS = 4  # where a request rate does not say how many run at once
+MOST_TRIES = 3  # of a run during which the backend had to compile something
+MOST_SAVING = 0.05  # of the time may go into results.json; runs have files of their own at once
 
 
 class Progress(Protocol):
@@ -53,21 +55,26 @@ class GridRunner:
         self.all_turns = list(turns(cells, plan.repeats, interleave=plan.interleave))
         self.files = RunFiles(plan, store, session, cells)
         self.warm: set[tuple[int, Drafting, Load]] = set()
+        self.watch: GpuWatch | None = None
+        self._next_save = 0.0
 
     def run(self) -> Results:
         """Raises what cut it short, after keeping what there is."""
         todo = [turn for turn in self.all_turns if not self._is_done(turn)]
         self.progress.begin(todo, len(self.all_turns) - len(todo))
+        self.watch = GpuWatch() if self.session.device != "cpu" else None
         try:
             for turn in todo:
                 begun = time.perf_counter()
                 self.progress.start(turn)
                 self.progress.finish(turn, self._run(turn), time.perf_counter() - begun)
-                self.save()
+                self._save_now_and_then()
         except BackendError as error:
             kept = f"what was measured is kept in {self.store.folder}"
             raise BackendError(f"{error.message}; {kept}", hint=error.hint) from error
         finally:
+            if self.watch is not None:
+                self.watch.close()
             results = self.save()
         return results
 
@@ -76,26 +83,44 @@ class GridRunner:
         save_results(results, self.store.folder)
         return results
 
+    def _save_now_and_then(self) -> None:
+        begun = time.perf_counter()
+        if begun >= self._next_save:
+            self.save()
+            ended = time.perf_counter()
+            self._next_save = ended + (ended - begun) / MOST_SAVING
+
     def _is_done(self, turn: Turn) -> bool:
         file = self.store.load(turn)
         return file is not None and not file.run.partial
 
     def _run(self, turn: Turn) -> Run:
-        cell = turn.cell
-        self._warm_up(cell)
-        client = self.session.client(cell.drafting)
-        tasks = self._tasks(cell)
-        before = self.session.counters()
-        with Meters(self.session.device) as meters:
-            outcome = drive(client, tasks, cell.load, self._params_of(cell), seed=self.plan.seed)
-        after = self.session.counters()
-        server = difference(before, after) if after is not None else None
-        _refuse_a_run_of_refusals(outcome)
-        run = measure(outcome, meters, server)
+        self._warm_up(turn.cell)
+        for _ in range(MOST_TRIES):
+            outcome, run = self._ask(turn.cell)
+            if outcome.failure is not None or not run.num_compiled:
+                break
         self.store.save(self.files.make(turn, run, outcome))
         if outcome.failure is not None:
             raise outcome.failure
         return run
+
+    def _ask(self, cell: GridCell) -> tuple[Outcome, Run]:
+        session, params = self.session, self._params_of(cell)
+        client, tasks = session.client(cell.drafting), self._tasks(cell)
+        before, compiled = session.counters(), session.num_compiled(cell.drafting)
+        with Meters(session.device, self.watch) as meters:
+            outcome = drive(client, tasks, cell.load, params, seed=self.plan.seed)
+        after = session.counters()
+        _refuse_a_run_of_refusals(outcome)
+        run = measure(
+            outcome,
+            meters,
+            difference(before, after) if after is not None else None,
+            concurrency=cell.load.concurrency,
+            num_compiled=session.num_compiled(cell.drafting) - compiled,
+        )
+        return outcome, run
 
     def _warm_up(self, cell: GridCell) -> None:
         """Once per engine, drafter and load: code is compiled and memory touched before it counts.
@@ -109,15 +134,24 @@ class GridRunner:
         if key in self.warm:
             return
         self.warm.add(key)
-        tasks = self.workloads[cell.workload].at_least(count)[:count]
+        tasks = self.workloads[cell.workload].first(count)
         load = Load(concurrency=cell.load.concurrency or count)
         client = self.session.client(cell.drafting)
-        outcome = drive(client, tasks, load, self._params_of(cell, most_tokens=WARMUP_TOKENS))
+        most_tokens = None if self._has_graphs else WARMUP_TOKENS
+        outcome = drive(client, tasks, load, self._params_of(cell, most_tokens=most_tokens))
         if outcome.failure is not None:
             raise outcome.failure
 
+    @property
+    def _has_graphs(self) -> bool:
+        return self.session.device is not None and self.session.device.startswith("cuda")
+
     def _tasks(self, cell: GridCell) -> list[Task]:
-        return self.workloads[cell.workload].at_least(cell.load.concurrency or 1)
+        workload, plan = self.workloads[cell.workload], self.plan
+        least = plan.min_answers and workload.num_tasks_of(plan.min_answers)
+        per_stream = workload.num_tasks_of(plan.answers_per_stream)
+        streams = cell.load.concurrency or 0
+        return workload.first(max(least or len(workload.tasks), per_stream * streams))
 
     def _params_of(self, cell: GridCell, most_tokens: int | None = None) -> RequestParams:
         workload = self.workloads[cell.workload]

@@ -7,20 +7,19 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from peagle.backends.contract import Backend
 from peagle.bench.backend_client import BackendClient
 from peagle.bench.calls import Client
 from peagle.bench.endpoint import Endpoint, find_model
 from peagle.bench.endpoint_client import EndpointClient
 from peagle.bench.engines import Build, Engines
+from peagle.bench.gaps import KnownGaps
 from peagle.bench.grid import Drafting
-from peagle.bench.lossless import GapOf, logprob_gap
+from peagle.bench.lossless import GapsOf
 from peagle.bench.plan import EMBEDDED, BenchPlan
 from peagle.bench.prompter import Prompter
 from peagle.bench.server_metrics import read_metrics
 from peagle.checkpoints.references import load_tokenizer, resolve_model
 from peagle.errors import PeagleError
-from peagle.sampling_params import MAX_LOGPROBS
 from peagle.speculation.statistics import SpecDecodeStats
 
 API_KEY = "OPENAI_API_KEY"  # the variable that OpenAI's own client reads
@@ -44,7 +43,11 @@ class Session(Protocol):
         """The backend's own totals, where answers carry no acceptance."""
         ...
 
-    def gap_of(self, drafting: Drafting) -> GapOf | None: ...
+    def gaps_of(self, drafting: Drafting) -> GapsOf | None: ...
+
+    def num_compiled(self, drafting: Drafting) -> int:
+        """Backend.num_compiled of what serves it."""
+        ...
 
     def close(self) -> None: ...
 
@@ -61,6 +64,7 @@ class EngineSession:
         self.plan, self.prompter, self.device = plan, prompter, device
         self.tokenizer = prompter.tokenizer
         self.engines = Engines(plan, methods, build)
+        self.gaps = KnownGaps(len(prompter.tokenizer))
 
     def client(self, drafting: Drafting) -> Client:
         return BackendClient(self.engines.get(drafting), self.prompter)
@@ -74,13 +78,14 @@ class EngineSession:
     def counters(self) -> SpecDecodeStats | None:
         return None
 
-    def gap_of(self, drafting: Drafting) -> GapOf | None:
+    def gaps_of(self, drafting: Drafting) -> GapsOf | None:
         """vLLM's K holds for all requests, so it cannot be asked for the plain target's."""
         if self.plan.backend != EMBEDDED:
             return None
-        backend: Backend = self.engines.get(drafting)
-        num_logprobs = min(MAX_LOGPROBS, len(self.tokenizer))
-        return partial(logprob_gap, backend, num_logprobs)
+        return partial(self.gaps.of, self.engines.get(drafting))
+
+    def num_compiled(self, drafting: Drafting) -> int:
+        return self.engines.get(drafting).num_compiled
 
     def close(self) -> None:
         self.engines.close()
@@ -108,8 +113,11 @@ class EndpointSession:
     def counters(self) -> SpecDecodeStats | None:
         return read_metrics(self.endpoint)
 
-    def gap_of(self, drafting: Drafting) -> GapOf | None:
+    def gaps_of(self, drafting: Drafting) -> GapsOf | None:
         return None
+
+    def num_compiled(self, drafting: Drafting) -> int:
+        return 0
 
     def close(self) -> None:
         pass

@@ -1,7 +1,7 @@
 """Seconds of one step's parts: plain pass, verification, drafting. Computed from peaks.
 
-A pass is a list of kernels; each takes the longest of reading its bytes, multiplying, and the
-floor under every kernel. `measured_costs.py` has the same three questions answered by a table.
+A pass is a list of kernels; each takes the longer of reading its bytes and multiplying, and the
+time that it takes to start and end. `measured_costs.py` has the same questions answered by a table.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class StepCosts(Protocol):
 class Kernel(NamedTuple):
     num_values: float  # of weights or cache that it reads
     flops: float
+    reads_cache: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class RooflineCosts:
     def verify(self, k: int, concurrency: int, context: int) -> float:
         """One pass of the target over the newest token and k drafts of each request."""
         kernels = _decoder_pass(self.target, k + 1, k + 1, concurrency, context)
-        return self._seconds(kernels) + self._floors(self.target)
+        return self._seconds(kernels) + self._small_kernels(self.target)
 
     def draft(self, method: str, k: int, concurrency: int, context: int) -> float:
         drafter = self.drafters[method]
@@ -65,7 +66,7 @@ class RooflineCosts:
         else:  # the first pass takes in the last step's tokens, the others one draft each
             passes = [_draft_pass(shape, k + 1, 1, concurrency, context)]
             passes += [_draft_pass(shape, 1, 1, concurrency, context)] * (k - 1)
-        return sum(self._seconds(kernels) + self._floors(shape) for kernels in passes)
+        return sum(self._seconds(kernels) + self._small_kernels(shape) for kernels in passes)
 
     def fits(self, concurrency: int, context: int) -> bool:
         """Whether weights and cache fit the GPU's memory."""
@@ -77,14 +78,20 @@ class RooflineCosts:
         return values * self.dtype_bytes <= self.gpu.memory_bytes
 
     def _seconds(self, kernels: list[Kernel]) -> float:
-        bandwidth = self.gpu.bandwidth * self.assumed.bandwidth_share
-        flops = self.gpu.flops * self.assumed.flops_share
-        floor = self.assumed.kernel_floor
-        reading = [k.num_values * self.dtype_bytes / bandwidth for k in kernels]
-        return sum(max(r, k.flops / flops, floor) for r, k in zip(reading, kernels, strict=True))
+        return sum(max(self._reading(k), self._multiplying(k)) for k in kernels) + (
+            len(kernels) * self.assumed.kernel_overhead
+        )
 
-    def _floors(self, shape: DecoderShape) -> float:
-        return shape.num_layers * SMALL_KERNELS * self.assumed.kernel_floor
+    def _reading(self, kernel: Kernel) -> float:
+        assumed = self.assumed
+        share = assumed.cache_share if kernel.reads_cache else assumed.bandwidth_share
+        return kernel.num_values * self.dtype_bytes / (self.gpu.bandwidth * share)
+
+    def _multiplying(self, kernel: Kernel) -> float:
+        return kernel.flops / (self.gpu.flops * self.assumed.flops_share)
+
+    def _small_kernels(self, shape: DecoderShape) -> float:
+        return shape.num_layers * SMALL_KERNELS * self.assumed.kernel_overhead
 
 
 def _decoder_pass(
@@ -118,4 +125,4 @@ def _product(weights: int, rows: int) -> Kernel:
 def _attention(shape: DecoderShape, rows: int, concurrency: int, context: int) -> Kernel:
     values = concurrency * context * shape.kv_values_per_token()
     products = 4.0 * rows * concurrency * context * shape.num_heads * shape.head_dim
-    return Kernel(values, products)
+    return Kernel(values, products, reads_cache=True)

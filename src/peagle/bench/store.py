@@ -20,6 +20,7 @@ from peagle.bench.agreement import joined
 from peagle.bench.cells import Cell, Run
 from peagle.bench.codec import decode
 from peagle.bench.grid import Turn
+from peagle.bench.lossless import AnswerKey
 from peagle.bench.results import Difference, Manifest, Sample
 from peagle.bench.results_file import RESULTS
 from peagle.bench.settings import load_key
@@ -39,7 +40,8 @@ class KeptAnswer:
 
 @dataclass(frozen=True)
 class RunFile:
-    """One run, and what the result as a whole needs of it. `answers`: of reference runs only."""
+    """One run, and what the result as a whole needs of it. `answers`: what others are compared
+    with, so of method none alone."""
 
     cell: Cell  # without repeats
     repeat: int
@@ -89,10 +91,14 @@ class Store:
         """None where the run was not made."""
         return self._load(run_name(turn.cell.empty(), turn.repeat))
 
-    def reference(self, workload: str) -> RunFile | None:
-        """None's answers to a workload, at its least load, as some grid left them."""
+    def reference(self, workload: str) -> dict[AnswerKey, list[int]]:
+        """Method none's answers to a workload, each from the least load that asked for it."""
         kept = [f for f in self.load_all() if f.answers and f.cell.workload == workload]
-        return min(kept, key=lambda file: load_key(file.cell.load), default=None)
+        known: dict[AnswerKey, list[int]] = {}
+        for file in sorted(kept, key=lambda file: load_key(file.cell.load)):
+            for answer in file.answers:
+                known.setdefault((answer.prompt, answer.turn), answer.token_ids)
+        return known
 
     def load_all(self) -> list[RunFile]:
         """Every run of the folder, of earlier grids too."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import TypeVar
 
 from peagle.bench.named_workloads import NAMED, read_named
 from peagle.bench.offline_prompts import PROMPTS
@@ -41,9 +43,16 @@ class Task:
         return len(self.turns) or 1
 
     @property
+    def is_repeat(self) -> bool:
+        return ROUNDS in self.id
+
+    @property
     def source_id(self) -> str:
         """The same for every time that it is asked."""
         return self.id.partition(ROUNDS)[0]
+
+
+Categorized = TypeVar("Categorized", Conversation, Task)
 
 
 @dataclass(frozen=True)
@@ -74,12 +83,18 @@ class Workload:
         kept = tuple(task for task in self.tasks if task.id not in names)
         return replace(self, tasks=kept, bad=(*self.bad, *refused))
 
-    def at_least(self, count: int) -> list[Task]:
-        """The tasks, asked again from the start until there are `count`."""
-        tasks = list(self.tasks)
+    def num_tasks_of(self, num_answers: int) -> int:
+        """How many give so many answers, on average over their turns."""
+        turns = sum(task.num_turns for task in self.tasks) / len(self.tasks)
+        return math.ceil(num_answers / turns)
+
+    def first(self, count: int) -> list[Task]:
+        """So many tasks, categories in turn; asked again from the start where there are fewer.
+        The first 8 are among the first 16."""
+        tasks = in_turn(self.tasks)[:count]
         while len(tasks) < count:
             number, source = divmod(len(tasks), len(self.tasks))
-            task = self.tasks[source]
+            task = tasks[source]
             tasks.append(replace(task, id=f"{task.id}{ROUNDS}{number + 1}"))
         return tasks
 
@@ -101,7 +116,9 @@ def load_workload(reference: str, *, limit: int | None = None, raw: bool = False
     else:
         whole = Path(reference).expanduser().exists()  # a dataset of the hub may be endless
         name, found = reference, _read(reference, limit=None if whole else limit)
-    tasks = tuple(_task(c) for c in spread(found.good, limit))
+    some = limit is not None and limit < len(found.good)
+    chosen = in_turn(found.good)[:limit] if some else found.good
+    tasks = tuple(_task(c) for c in chosen)
     return Workload(name, tasks, tuple(found.bad), raw)
 
 
@@ -121,15 +138,13 @@ def split_references(text: str) -> list[str]:
     return [part.strip() for part in re.split(r",(?!\d+(?:,|$))", text) if part.strip()]
 
 
-def spread(conversations: Sequence[Conversation], limit: int | None) -> list[Conversation]:
-    """The first `limit`, categories in turn: files often hold one category after another."""
-    if limit is None or limit >= len(conversations):
-        return list(conversations)
-    by_category: dict[str, list[Conversation]] = {}
-    for conversation in conversations:
-        by_category.setdefault(conversation.category, []).append(conversation)
+def in_turn(items: Sequence[Categorized]) -> list[Categorized]:
+    """One of each category, then the next of each: files often hold one after another."""
+    by_category: dict[str, list[Categorized]] = {}
+    for item in items:
+        by_category.setdefault(item.category, []).append(item)
     rounds = zip_longest(*by_category.values())
-    return [c for group in rounds for c in group if c is not None][:limit]
+    return [item for group in rounds for item in group if item is not None]
 
 
 def _offline() -> list[Conversation]:

@@ -9,6 +9,8 @@ import typer
 
 from peagle.bench.plan import BenchPlan
 
+ANSWERS_PER_STREAM = BenchPlan.answers_per_stream
+
 
 def _grid(help_text: str, metavar: str | None = None) -> Any:
     return typer.Option(help=help_text, metavar=metavar, rich_help_panel="Grid")
@@ -57,6 +59,13 @@ class BenchFlags:
         ),
     ] = None
     num_prompts: Annotated[int | None, _work("Of each workload; default: all.")] = None
+    answers_per_stream: Annotated[
+        int | None,
+        _work(f"A run gives at least so many; default: {ANSWERS_PER_STREAM}."),
+    ] = None
+    min_answers: Annotated[
+        int | None, _work("And so many in all; default: those of the whole workload.")
+    ] = None
     max_tokens: Annotated[
         int | None, _work(f"Most tokens in an answer; default: {BenchPlan.max_tokens}.")
     ] = None

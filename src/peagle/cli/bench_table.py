@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import IO, TYPE_CHECKING
 
 from peagle.bench.gains import gains_at
+from peagle.bench.sameness import lossless_verdict
 from peagle.bench.settings import Setting, by_place, full_name, series_names
 from peagle.bench.timings import cell_quantiles
 from peagle.cli import render
@@ -32,7 +33,7 @@ def print_results(results: Results, *, file: IO[str]) -> None:
         )
     for workload, own in rows.items():
         render.print_table(f"{workload} (latencies in ms)", COLUMNS, own, file=file)
-    for line in lossless_lines(results.lossless):
+    for line in lossless_lines(results.lossless, results.manifest.dtype):
         file.write(line + "\n")
     for line in _failures(results):
         file.write(line + "\n")
@@ -47,11 +48,10 @@ def _failures(results: Results) -> list[str]:
     return [*lines, f"  and {more} more: results.json has them"] if more else lines
 
 
-def lossless_lines(lossless: Lossless | None) -> list[str]:
+def lossless_lines(lossless: Lossless | None, dtype: str) -> list[str]:
     if lossless is None:
         return []
-    same = lossless.compared - lossless.different
-    lines = [f"{same} of {lossless.compared} greedy answers are method none's token by token"]
+    lines = [lossless_verdict(lossless, dtype)]
     if lossless.not_comparable:
         lines.append(f"  {lossless.not_comparable} more followed a turn that differed")
     for d in lossless.differences[:MOST_SHOWN]:

@@ -37,10 +37,19 @@ class CostFlags:
     costs: Annotated[
         Path | None, typer.Option(help="Instead: measured step times, or a folder of bench.")
     ] = None
-    bandwidth_share: Annotated[float, _assumed("Of the GPU's peak.")] = Assumptions.bandwidth_share
+    bandwidth_share: Annotated[float, _assumed("Of the GPU's peak, reading weights.")] = (
+        Assumptions.bandwidth_share
+    )
+    cache_share: Annotated[float, _assumed("Of the GPU's peak, reading keys and values.")] = (
+        Assumptions.cache_share
+    )
     flops_share: Annotated[float, _assumed("Of the GPU's peak.")] = Assumptions.flops_share
-    kernel_floor: Annotated[float, _assumed("Seconds.")] = Assumptions.kernel_floor
-    step_overhead: Annotated[float, _assumed("Seconds.")] = Assumptions.step_overhead
+    kernel_overhead: Annotated[float, _assumed("Seconds to start and end one.")] = (
+        Assumptions.kernel_overhead
+    )
+    step_overhead: Annotated[float, _assumed("Seconds between two steps.")] = (
+        Assumptions.step_overhead
+    )
 
     def assumptions(self) -> Assumptions:
         return Assumptions(**{f.name: getattr(self, f.name) for f in fields(Assumptions)})
@@ -70,14 +79,22 @@ def usual_concurrencies(flags: CostFlags) -> list[int]:
     return sorted({step.concurrency for step in _measured(flags.costs).steps})
 
 
+def measured_depths(flags: CostFlags) -> list[int] | None:
+    """The K that were measured; None where step times are computed, for any K."""
+    if flags.costs is None:
+        return None
+    return sorted({step.k for step in _measured(flags.costs).steps if step.k})
+
+
 def _notes(
     costs: RooflineCosts, gpu: Gpu, flags: CostFlags, concurrencies: list[int], context: int
 ) -> list[str]:
     a = costs.assumed
     notes = [
         f"step times: computed, not measured, for {gpu.name}, {flags.dtype}",
-        f"assumed: {a.bandwidth_share:.0%} of peak bandwidth, {a.flops_share:.0%} of peak "
-        f"products, {a.kernel_floor * 1e6:g} us a kernel, {a.step_overhead * 1e6:g} us more a step",
+        f"assumed: {a.bandwidth_share:.0%} of peak bandwidth for weights, {a.cache_share:.0%} for "
+        f"keys and values, {a.flops_share:.0%} of peak products, {a.kernel_overhead * 1e6:g} us "
+        f"more a kernel, {a.step_overhead * 1e6:g} us more a step",
     ]
     full = [n for n in concurrencies if not costs.fits(n, context)]
     if full:

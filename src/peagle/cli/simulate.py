@@ -15,7 +15,12 @@ from peagle.bench.settings import full_name
 from peagle.bench.simulate import Prediction, best_by_concurrency, predict_grid
 from peagle.bench.validate import Errors, Validation, validate
 from peagle.cli import render
-from peagle.cli.cost_flags import CostFlags, step_costs, usual_concurrencies
+from peagle.cli.cost_flags import (
+    CostFlags,
+    measured_depths,
+    step_costs,
+    usual_concurrencies,
+)
 from peagle.cli.flags import expand_flags
 from peagle.cli.options import Json
 from peagle.errors import ConfigError
@@ -58,7 +63,7 @@ def simulate_command(
         costs, notes = step_costs(flags, list(profiles), loads, context)
         predictions = predict_grid(
             costs, profiles,
-            ks=_depths(spec_tokens, profiles), concurrencies=loads, context=context,
+            ks=_depths(spec_tokens, profiles, flags), concurrencies=loads, context=context,
         )  # fmt: skip
         _print(predictions, notes, file)
         document = {"notes": notes, "context": context, **_document(predictions)}
@@ -74,13 +79,14 @@ def _profiles(acceptance: str | None, method: str) -> dict[str, Profile]:
     return read_profiles(acceptance, method.split(","))
 
 
-def _depths(spec_tokens: str | None, profiles: dict[str, Profile]) -> list[int]:
-    """As asked for, or every K that all profiles know."""
+def _depths(spec_tokens: str | None, profiles: dict[str, Profile], flags: CostFlags) -> list[int]:
+    """As asked for, or every K that all profiles know and for which there are step times."""
     if spec_tokens is not None:
         return _ints(spec_tokens)
     first = max(min(profile.lengths) for profile in profiles.values())
     last = min(max(profile.lengths) for profile in profiles.values())
-    return list(range(first, last + 1)) or [last]
+    known = measured_depths(flags)
+    return [k for k in known or range(first, last + 1) if first <= k <= last] or [last]
 
 
 def _ints(text: str) -> list[int]:

@@ -33,9 +33,11 @@ class Answer:
     def take(self, new: NewTokens, engine: Engine) -> None:
         """Adds a step's tokens one by one: a stop string ends the answer at the token that
         completes it, as it would without speculation."""
-        for token in self._shown(new):
-            if self._stop(self.detokenizer.append(token), engine):
-                return
+        shown = self._shown(new)
+        if not self.detokenizer.stop:
+            self.detokenizer.token_ids += shown
+        elif any(self._stop(self.detokenizer.append(token), engine) for token in shown):
+            return
         if self.request.finish_reason is not None:
             self._stop(self.detokenizer.finish(), engine)
 
@@ -65,18 +67,19 @@ class PromptAnswers:
 
     @property
     def finished(self) -> bool:
-        return all(a.request.finish_reason is not None for a in self.answers)
+        # No generators here and below: a step asks every request, hundreds of times a second.
+        return None not in [a.request.finish_reason for a in self.answers]
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(a.request.num_outputs for a in self.answers)
+        return sum([a.request.num_outputs for a in self.answers])
 
     def take(self, new: NewTokens, engine: Engine) -> None:
-        answer = next(a for a in self.answers if a.request is new.request)
+        (answer,) = [a for a in self.answers if a.request is new.request]
         answer.take(new, engine)
         if new.token_ids and self.metrics.first_token_time is None:
             self.metrics.first_token_time = monotonic()
-        if self.finished:
+        if new.request.finish_reason is not None and self.finished:
             self.metrics.finished_time = monotonic()
 
     def output(self) -> RequestOutput:

@@ -152,7 +152,6 @@ class Engine:
             if self._ends(request, token):
                 self._release(request)
                 break
-        request.stats.num_output_tokens += kept
         self.stats.num_output_tokens += kept
         logprobs = committed.logprobs[:kept]
         request.logprobs += logprobs
@@ -221,7 +220,6 @@ class Engine:
         surplus = request.num_outputs - num_outputs
         del request.token_ids[request.num_tokens - surplus :]
         del request.logprobs[num_outputs:]
-        request.stats.num_output_tokens -= surplus
         self.stats.num_output_tokens -= surplus
         if request.finish_reason is None:
             self._release(request)
@@ -233,6 +231,11 @@ class Engine:
     def _release(self, request: Request) -> None:
         """Gives back what a request that ends holds."""
         self.scheduler.finish(request)
+
+    @property
+    def num_graphs(self) -> int:
+        """Captured so far, where steps are graphs."""
+        return 0
 
     @property
     def has_unfinished(self) -> bool:

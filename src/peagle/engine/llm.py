@@ -71,8 +71,9 @@ class LLM:
         try:
             for prompt, p in pairs:
                 opened.append(self.open(prompt, p))
-            while any(not o.finished for o in opened):
-                self.step()
+            unfinished = {o for o in opened if not o.finished}
+            while unfinished:
+                unfinished.difference_update(a for a in self.step() if a.finished)
         finally:  # Ctrl-C or a bug must not leave requests behind
             for answers in opened:
                 self.abort(answers)
@@ -131,6 +132,11 @@ class LLM:
     def stats(self) -> SpecDecodeStats:
         """Totals over all requests since start."""
         return self.engine.stats
+
+    @property
+    def num_compiled(self) -> int:
+        """Steps captured as CUDA graphs so far; 0 on a CPU."""
+        return self.engine.num_graphs
 
     @property
     def method(self) -> str:

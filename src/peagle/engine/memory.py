@@ -25,7 +25,9 @@ CPU_CACHE_BYTES = 2 << 30  # an upper bound: the system hands out pages as they 
 # Estimates. Graphs keep their passes' memory beside that of passes outside of graphs.
 POOLS = 2
 WORKSPACE_BYTES = 512 << 20  # the libraries' workspaces, loaded kernels, the graphs themselves
-LOGIT_BYTES = 32  # float32 logits, filtered, sorted with their places, probabilities, noise
+# float32 logits, filtered, sorted with their places, probabilities, noise; or in lanes, by
+# rejection, 12: logits, the target's laws and the drafts'.
+LOGIT_BYTES = 32
 
 MAX_RESERVED_DRAFTS = 8  # per request; who drafts further leaves more room by the utilization
 

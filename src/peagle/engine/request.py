@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -50,11 +51,21 @@ class Request:
     # Rows the drafter has not run: the target's taps from position `draft_start` on.
     pending_taps: list[Tensor] = field(default_factory=list)
     draft_start: int = 0
-    stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
+    outcomes: list[tuple[int, int]] = field(default_factory=list)  # drafted, kept; not in stats yet
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def stats(self) -> SpecDecodeStats:
+        """Steps that were only noted down are counted here: that costs more than noting."""
+        for outcome, times in Counter(self.outcomes).items():
+            self._stats.observe(*outcome, times)
+        self.outcomes.clear()
+        self._stats.num_output_tokens = self.num_outputs
+        return self._stats
 
     @property
     def num_tokens(self) -> int:

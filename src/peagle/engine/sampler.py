@@ -20,7 +20,12 @@ from peagle.config import Verification
 from peagle.engine.adjust import adjust_logits, needs_adjustment
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.models.drafter import SequenceDraft
-from peagle.speculation.noise import gumbel_noise, stream_uniform
+from peagle.speculation.noise import (
+    ACCEPT_STREAM,
+    RESIDUAL_STREAM,
+    gumbel_noise,
+    stream_uniform,
+)
 from peagle.speculation.sampling import (
     SamplingRows,
     filter_logits,
@@ -30,8 +35,6 @@ from peagle.speculation.sampling import (
     sample,
 )
 from peagle.speculation.verify import PADDING, Verdict, verify_coupled, verify_rejection
-
-ACCEPT_STREAM, RESIDUAL_STREAM = 0, 1
 
 
 class Judged(NamedTuple):

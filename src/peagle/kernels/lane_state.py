@@ -39,7 +39,7 @@ class LaneState(NamedTuple):
 
 
 class StepCounts(NamedTuple):
-    """Where each lane of a batch stands as a step begins; int64 [B] each."""
+    """Where each lane of a batch stands as a step begins; int64 [B] each but the last."""
 
     num_computed: Tensor
     draft_starts: Tensor
@@ -48,6 +48,8 @@ class StepCounts(NamedTuple):
     num_draft_rows: Tensor  # pending rows and the mask rows behind them
     num_verify_rows: Tensor  # 0 where the request has ended
     num_outputs: Tensor  # tokens said so far: the output position of the next one
+    last_tokens: Tensor
+    pending_tokens: Tensor  # [B, K+1]
 
 
 class RowPlan(NamedTuple):

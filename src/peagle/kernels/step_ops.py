@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.lane_state import LaneState, RowPlan, StepCounts
-from peagle.kernels.plain import lanes as plain
-from peagle.kernels.plain.choose import Chosen, RowRules
-from peagle.kernels.plain.choose import choose_tokens as plain_choose_tokens
+from peagle.kernels.plain import choose as plain_choose
+from peagle.kernels.plain import lanes as plain_lanes
+from peagle.kernels.plain import rejection as plain_rejection
+from peagle.kernels.plain.choose import Chosen, Laws, RowRules
+from peagle.kernels.plain.rejection import Coins, Verdict
 
 
 class BeginStep(Protocol):
@@ -38,6 +40,12 @@ class PlanRows(Protocol):
 
 class ExpandRows(Protocol):
     def __call__(self, real: Tensor, num_real: Tensor, mask: Tensor, num_rows: int) -> Tensor: ...
+
+
+class EmbedRows(Protocol):
+    def __call__(
+        self, table: Tensor, token_ids: Tensor, num_real: Tensor, mask: Tensor, num_rows: int
+    ) -> Tensor: ...
 
 
 class PickRows(Protocol):
@@ -70,32 +78,85 @@ class ChooseTokens(Protocol):
     ) -> Chosen: ...
 
 
+class ChooseWithLaws(Protocol):
+    def __call__(
+        self,
+        logits: Tensor,
+        rules: RowRules,
+        ids: Tensor | None,
+        laws: Tensor,
+        *,
+        filters: bool = True,
+    ) -> Chosen: ...
+
+
+class TokenLaws(Protocol):
+    def __call__(self, logits: Tensor, rules: RowRules, *, filters: bool = True) -> Laws: ...
+
+
+class RejectionCoins(Protocol):
+    def __call__(self, seeds: Tensor, outputs: Tensor, depth: int) -> Coins: ...
+
+
+class VerifyRejection(Protocol):
+    def __call__(
+        self,
+        target_probs: Tensor,
+        draft_probs: Tensor,
+        draft_tokens: Tensor,
+        num_drafts: Tensor,
+        accept_coins: Tensor,
+        residual_coins: Tensor,
+    ) -> Verdict: ...
+
+
 class StepOps(NamedTuple):
     begin_step: BeginStep
     plan_rows: PlanRows
     expand_rows: ExpandRows
+    embed_rows: EmbedRows
     pick_rows: PickRows
     commit: Commit
     choose_tokens: ChooseTokens
+    choose_with_laws: ChooseWithLaws
+    token_laws: TokenLaws
+    rejection_coins: RejectionCoins
+    verify_rejection: VerifyRejection
 
 
 def step_ops(device: torch.device) -> StepOps:
-    if device.type == "cuda":
-        from peagle.kernels.gpu.choose import choose_tokens
-        from peagle.kernels.gpu.lanes import (
-            begin_step,
-            commit,
-            expand_rows,
-            pick_rows,
-            plan_rows,
-        )
+    return _on_gpu() if device.type == "cuda" else _plain()
 
-        return StepOps(begin_step, plan_rows, expand_rows, pick_rows, commit, choose_tokens)
+
+def _on_gpu() -> StepOps:
+    from peagle.kernels.gpu import choose, lanes, rejection
+
     return StepOps(
-        plain.begin_step,
-        plain.plan_rows,
-        plain.expand_rows,
-        plain.pick_rows,
-        plain.commit,
-        plain_choose_tokens,
+        lanes.begin_step,
+        lanes.plan_rows,
+        lanes.expand_rows,
+        lanes.embed_rows,
+        lanes.pick_rows,
+        lanes.commit,
+        choose.choose_tokens,
+        choose.choose_with_laws,
+        choose.token_laws,
+        rejection.rejection_coins,
+        rejection.verify_rejection,
+    )
+
+
+def _plain() -> StepOps:
+    return StepOps(
+        plain_lanes.begin_step,
+        plain_lanes.plan_rows,
+        plain_lanes.expand_rows,
+        plain_lanes.embed_rows,
+        plain_lanes.pick_rows,
+        plain_lanes.commit,
+        plain_choose.choose_tokens,
+        plain_choose.choose_with_laws,
+        plain_choose.token_laws,
+        plain_rejection.rejection_coins,
+        plain_rejection.verify_rejection,
     )

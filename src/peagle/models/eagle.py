@@ -130,9 +130,13 @@ class EagleNetwork(nn.Module):
         return self.features(self.mask_hidden)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        table = self.shared.embed_tokens if self.embed_tokens is None else self.embed_tokens
-        out: Tensor = table(token_ids)
+        out: Tensor = self.embedding(token_ids)
         return out
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """The head's own table, or the target's."""
+        return self.shared.embed_tokens if self.embed_tokens is None else self.embed_tokens
 
     def forward(
         self, embeddings: Tensor, features: Tensor, positions: Tensor, attention: Attention

@@ -88,12 +88,10 @@ class PEagleLanes(_NetworkFeed):
         network, pending, depth = self.network, batch.pending, batch.depth
         num_rows = pending.tokens.shape[1] + depth - 1
         attention, positions = batch.attend(pending.starts, pending.num_rows, num_rows)
-        expand = batch.ops.expand_rows
-        embeddings = expand(
-            network.embed(pending.tokens), pending.num_pending, network.mask_embedding, num_rows
-        )
+        places = pending.num_pending, network.mask_embedding, num_rows
+        embeddings = batch.ops.embed_rows(network.embedding.weight, pending.tokens, *places)
         real = network.features(pending.taps.flatten(0, 1)).view(*pending.tokens.shape, -1)
-        features = expand(real, pending.num_pending, self.mask_feature, num_rows)
+        features = batch.ops.expand_rows(real, pending.num_pending, self.mask_feature, num_rows)
         hidden = network(embeddings, features, positions, attention)
         drafting = batch.ops.pick_rows(hidden, pending.num_pending, num_rows, depth)
         logits = network.logits(drafting)

@@ -23,6 +23,8 @@ _DOMAIN_VOCAB = 1
 _DOMAIN_SEED = 2
 _DOMAIN_STREAMS = 16
 
+ACCEPT_STREAM, RESIDUAL_STREAM = 0, 1  # rejection's coins: to accept, to draw again
+
 _BELOW_ONE = 1.0 - 2.0**-24  # largest float32 below 1
 
 
@@ -47,7 +49,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 def stream_uniform(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
     """One uniform per row, float64 [R], strictly between 0 and 1; independent of other streams
-    and of the vocabulary noise. Rejection uses stream 0 to accept and 1 to draw again."""
+    and of the vocabulary noise."""
     bits = _shift_right(_row_keys(seeds, positions, _DOMAIN_STREAMS + stream), 12, 64)
     return bits.to(torch.float64).add_(0.5).mul_(2.0**-52)  # 52 bits and a half: exact
 

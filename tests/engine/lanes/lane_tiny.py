@@ -90,7 +90,7 @@ def lane_engine(
     speculation = None if drafter is None else Speculation(drafter, k, verification)
     config = EngineConfig(**OPTIONS | options)
     engine = LaneEngine(target, config, eos_token_ids=eos, speculation=speculation)
-    engine.steps = WatchedSteps(engine)
+    engine.steps = engine._prompts.steps = WatchedSteps(engine)
     return engine
 
 
@@ -164,7 +164,7 @@ def scripted_engine(
     lanes = ScriptedLanes(drafting.drafter, script, engine)
     drafting = dataclasses.replace(drafting, drafter=lanes)
     engine.models = dataclasses.replace(engine.models, drafting=drafting)
-    engine.steps = WatchedSteps(engine)
+    engine.steps = engine._prompts.steps = WatchedSteps(engine)
     return engine
 
 

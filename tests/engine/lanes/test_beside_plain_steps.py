@@ -69,15 +69,6 @@ def test_only_those_that_must_take_the_plain_step() -> None:
     assert [r.request_id for r in engine.scheduler.waiting] == ["0", "1", "3", "5", "7"]
 
 
-def test_rejection_verification_leaves_greedy_requests_to_the_lanes() -> None:
-    engine = lane_engine(target(), head("p-eagle"), 3, "rejection")
-    plain = tiny.make_engine(target(), head("p-eagle"), 3, "rejection")
-    jobs = [Job(p, SAMPLED if n % 2 else GREEDY) for n, p in enumerate(tiny.prompts(5))]
-    ours, theirs = tiny.run(engine, jobs), tiny.run(plain, jobs)
-    assert tiny.answers_of(ours) == tiny.answers_of(theirs)
-    assert counters(ours) == counters(theirs)
-
-
 @pytest.mark.parametrize("spare", [0, 6, 25])
 def test_both_kinds_come_through_when_blocks_are_short(spare: int) -> None:
     jobs = mixed_jobs(seed=2)

@@ -7,8 +7,9 @@ from functools import cache
 import pytest
 import torch
 
-from peagle.engine.lanes import engine as module
-from peagle.engine.lanes.engine import BATCH_SIZES, LaneEngine
+from peagle.engine.lanes import shapes as module
+from peagle.engine.lanes.engine import LaneEngine
+from peagle.engine.lanes.shapes import BATCH_SIZES
 from peagle.kernels.plain.lanes import HEADER
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
@@ -86,4 +87,4 @@ def test_what_the_dummy_lane_holds_changes_no_bit_of_the_others(method: str) -> 
 
 
 def test_batches_beyond_the_largest_size_are_multiples_of_it() -> None:
-    assert [module._batch_size(n) for n in (1, 3, 9, 256, 257, 600)] == [1, 4, 16, 256, 512, 768]
+    assert [module.batch_size(n) for n in (1, 3, 9, 256, 257, 600)] == [1, 4, 16, 256, 512, 768]

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from peagle.engine.blocks import BlockAllocator
 from peagle.engine.kv_cache import slot_bytes
+from peagle.engine.lanes.clock import DeviceClock
 from peagle.engine.lanes.seats import Seat, Seating
 from peagle.engine.request import Request
 from peagle.engine.runner import target_layout
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
+from peagle.speculation.statistics import SpecDecodeStats
 
 from .. import tiny
 from ..tiny import GREEDY, Job
@@ -124,7 +126,7 @@ def test_reach_covers_what_the_device_writes_however_far_behind_the_host_is(
     length: int, max_tokens: int, k: int, accepted: list[int], behind: int
 ) -> None:
     """The device's own loop, with the host `behind` steps behind it."""
-    seat = Seat(request(length, max_tokens, k), 0, length + max_tokens, length)
+    seat = Seat(request(length, max_tokens, k), 0, length + max_tokens, length, 0)
     seat.num_computed = device = length
     unread: list[int] = []
     for kept in accepted:
@@ -147,7 +149,7 @@ def test_reach_covers_what_the_device_writes_however_far_behind_the_host_is(
 
 def test_the_oldest_is_never_sent_back_for_a_younger() -> None:
     allocator = BlockAllocator(12, 1)
-    seating = Seating(allocator, 4)
+    seating = Seating(allocator, 4, DeviceClock(SpecDecodeStats()))
     requests = [request(3, 20, 0) for _ in range(2)]
     seating.waiting.extend(requests)
     old, young = seating.admit()
@@ -163,7 +165,7 @@ def test_the_oldest_is_never_sent_back_for_a_younger() -> None:
 
 def test_admission_waits_for_blocks_and_keeps_the_order() -> None:
     allocator = BlockAllocator(10, 2)
-    seating = Seating(allocator, 4)
+    seating = Seating(allocator, 4, DeviceClock(SpecDecodeStats()))
     long, short = request(30, 5, 0), request(1, 2, 0)
     seating.waiting.extend([long, short])
     assert seating.admit() == []

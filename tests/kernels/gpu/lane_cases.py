@@ -106,8 +106,11 @@ def slow_begin_step(case: Case) -> StepCounts:
         draft_rows = pending + max(drafts - 1, 0) if running else 0
         outputs = num_tokens - int(case.state.num_prompt[lane])
         verify = drafts + 1 if running else 0
-        rows.append((computed, start, pending, drafts, draft_rows, verify, outputs))
-    return StepCounts(*torch.tensor(rows, device=case.lanes.device).t().contiguous())
+        last = int(case.state.last_tokens[lane])
+        rows.append((computed, start, pending, drafts, draft_rows, verify, outputs, last))
+    counts = torch.tensor(rows, device=case.lanes.device).t().contiguous()
+    pending = [case.state.pending_tokens[lane, : case.depth + 1] for lane in case.lanes.tolist()]
+    return StepCounts(*counts, torch.stack(pending))
 
 
 def slow_plan_rows(

@@ -175,6 +175,12 @@ SETTINGS = st.tuples(
     st.sampled_from([0.0, 0.01, 0.1, 0.3, 0.9, 1.0]),
 )
 IDS = torch.arange(37) * 5 + 3
+MIXED: list[Setting] = [
+    (1.0, 5, 0.9, 0.0),
+    (0.0, 0, 1.0, 0.0),
+    (0.7, 0, 0.5, 0.1),
+    (1.0, 0, 1.0, 0.0),
+]
 
 
 @given(st.lists(st.tuples(ROWS, SETTINGS), min_size=1, max_size=2), st.integers(0, 999))
@@ -194,65 +200,12 @@ def test_any_row_without_filters_gives_the_token_of_the_definition(rows, seed: i
     assert_same_choice(logits, rules, IDS.to(DEVICE), filters=False)
 
 
-@given(ROWS.filter(lambda row: max(row) > -INF), SETTINGS, st.booleans())
-@settings(max_examples=EXAMPLES)
-def test_the_law_keeps_what_the_definition_keeps(row, setting, reduced: bool) -> None:
-    logits = torch.tensor([row], dtype=torch.float32, device=DEVICE)
-    ids = IDS.to(DEVICE) if reduced else None
-    args = logits, make_rules([setting]), ids, 200 if reduced else 37
-    torch.testing.assert_close(fast.draft_laws(*args), plain.draft_laws(*args))
-
-
-@pytest.mark.parametrize(
-    ("setting", "kept"),
-    [
-        ((1.0, 0, 1.0, 0.0), {0, 1, 2, 3, 4}),
-        ((1.0, 1, 1.0, 0.0), {1}),
-        ((1.0, 2, 1.0, 0.0), {1, 2, 3}),  # 2 and 3 tie at the border: both stay
-        ((1.0, 99, 1.0, 0.0), {0, 1, 2, 3, 4}),
-        ((1.0, 0, 0.45, 0.0), {1, 2}),  # 0.4 is short of it; of the tied 2 and 3 the lower id
-        ((1.0, 0, 1e-9, 0.0), {1}),
-        ((1.0, 0, 0.85, 0.0), {0, 1, 2, 3}),
-        ((1.0, 0, 1.0, 0.4), {1, 2, 3}),
-        ((1.0, 2, 0.45, 0.0), {1}),  # top-p on what top-k left: 0.5 reaches 0.45
-        ((1.0, 0, 0.45, 0.4), {1}),  # and on what min-p left
-    ],
-)
-def test_each_filter_keeps_what_it_should(setting: Setting, kept: set[int]) -> None:
-    logits = torch.tensor([[0.14, 0.4, 0.2, 0.2, 0.06]], device=DEVICE).log()
-    law = fast.draft_laws(logits, make_rules([setting]), None, 5)
-    assert set(law[0].nonzero().flatten().tolist()) == kept
-
-
 def test_of_an_even_row_a_nucleus_keeps_the_lowest_ids() -> None:
     """The tied tokens of the border lie in several blocks."""
     logits = torch.zeros(1, 200, device=DEVICE)
     rules = make_rules([(1.0, 0, 0.75, 0.0)])
     chunks = fast._find_peaks(logits, CHUNK)
     assert fast._find_borders(logits, rules, chunks, 64).last_columns.tolist() == [149]
-
-
-def test_logits_that_only_temperature_makes_equal_are_equal() -> None:
-    """Top-k keeps ties of the scaled logits; the search runs on the unscaled ones."""
-    low = torch.tensor(1.9)
-    high = torch.nextafter(low, 2 * low)
-    logits = torch.full((1, 40), -1.0)
-    logits[0, [3, 5]] = torch.stack([low, high])
-    temperature = next(t for t in (1.5, 1.6, 1.7, 1.8) if low / t == high / t)
-    rules = make_rules([(temperature, 1, 1.0, 0.0)])
-    law = fast.draft_laws(logits.to(DEVICE), rules, None, 40)
-    assert law[0].nonzero().flatten().tolist() == [3, 5]
-
-
-def test_greedy_and_broken_rows_have_a_law_of_one_token() -> None:
-    logits = random_logits(3, 40)
-    logits[1, 3] = NAN
-    rules = make_rules([(0.0, 5, 0.5, 0.1), (1.0, 5, 0.5, 0.1), (1.0, 0, 1.0, 0.0)])
-    laws = fast.draft_laws(logits, rules, None, 40)
-    assert laws[0].nonzero().tolist() == [[int(logits[0].argmax())]]
-    assert laws[1].nonzero().tolist() == [[0]]
-    assert (laws[2] > 0).all()
-    assert torch.equal(fast.draft_laws(logits, None, None, 40)[0], laws[0])
 
 
 def test_noise_is_that_of_the_targets_ids() -> None:
@@ -288,14 +241,6 @@ def test_rows_may_lie_apart_in_memory() -> None:
     assert_same_choice(wide[::2, :50], make_rules([(1.0, 9, 0.8, 0.0)] * 2))
 
 
-MIXED: list[Setting] = [
-    (1.0, 5, 0.9, 0.0),
-    (0.0, 0, 1.0, 0.0),
-    (0.7, 0, 0.5, 0.1),
-    (1.0, 0, 1.0, 0.0),
-]
-
-
 def test_a_row_depends_neither_on_its_neighbours_nor_on_the_chunks() -> None:
     logits = random_logits(4, 70)
     rules = make_rules(MIXED)
@@ -319,7 +264,8 @@ def test_inputs_are_left_alone() -> None:
     logits, rules = random_logits(1, 40), make_rules([(1.0, 5, 1.0, 0.1)])
     before = [logits.clone(), *(rule.clone() for rule in rules)]
     fast.choose_tokens(logits, rules)
-    fast.draft_laws(logits, rules, None, 40)
+    fast.choose_with_laws(logits, rules, None, torch.empty_like(logits))
+    fast.token_laws(logits, rules)
     assert all(torch.equal(a, b) for a, b in zip(before, [logits, *rules], strict=True))
 
 
@@ -346,14 +292,17 @@ def test_a_real_vocabulary_is_chosen_from_as_on_the_cpu(rows: int, dtype: torch.
 def test_choosing_can_be_captured_in_a_cuda_graph(filters: bool) -> None:
     logits, rules = random_logits(4, 49_152), make_rules(MIXED)
     eager = fast.choose_tokens(logits, rules, filters=filters)
-    law = fast.draft_laws(logits, rules, None, 49_152, filters=filters)
+    law = fast.token_laws(logits, rules, filters=filters).probabilities
+    drawn = torch.empty_like(law)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = fast.choose_tokens(logits, rules, filters=filters)
-        captured_law = fast.draft_laws(logits, rules, None, 49_152, filters=filters)
+        captured_law = fast.token_laws(logits, rules, filters=filters).probabilities
+        fast.choose_with_laws(logits, rules, None, drawn, filters=filters)
     graph.replay()
     assert torch.equal(captured.token_ids, eager.token_ids)
     assert torch.equal(captured_law, law)
+    assert torch.equal(drawn, law)
     rules.seeds.add_(1)
     graph.replay()
     assert torch.equal(

@@ -67,6 +67,16 @@ def test_expand_rows_of_more_than_one_tile(size: int) -> None:
     assert torch.equal(ours, plain.expand_rows(real, num_real, mask, 3))
 
 
+@pytest.mark.parametrize("size", [1, 6, 1500])
+def test_embed_rows_equals_its_plain_twin(size: int) -> None:
+    table, mask = torch.randn(9, size, device=DEVICE), torch.randn(size, device=DEVICE)
+    token_ids = torch.randint(9, (4, 3), device=DEVICE)
+    num_real = torch.tensor([0, 1, 2, 3], device=DEVICE)
+    for num_rows in (2, 5):
+        arguments = (table, token_ids, num_real, mask, num_rows)
+        assert torch.equal(gpu.embed_rows(*arguments), plain.embed_rows(*arguments))
+
+
 @settings(max_examples=2 * EXAMPLES, deadline=None)
 @given(cases())
 def test_commit_equals_its_plain_twin(case: Case) -> None:

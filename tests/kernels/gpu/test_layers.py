@@ -61,6 +61,17 @@ STEPS = (
 )
 
 
+FORMS = ["few rows", "norms apart", "many rows"]
+
+
+def use_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of rows is."""
+    if form == "norms apart":
+        monkeypatch.setattr("peagle.kernels.gpu.layers.MAX_NORMED_ROWS", 0)
+    elif form == "many rows":
+        monkeypatch.setattr(plain_linear, "MAX_FUSED_ROWS", 0)
+
+
 def paged_rows(parts: Sequence[Part], num_splits: int, device: torch.device) -> PagedRows:
     width = max(part.length for part in parts)
     offsets = torch.arange(width)
@@ -157,10 +168,10 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("few_rows", [True, False], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_targets_layers_agree_with_their_modules(
     name: str,
-    few_rows: bool,
+    form: str,
     device: torch.device,
     calls: list[int],
     with_kernels: Callable[[], None],
@@ -170,8 +181,7 @@ def test_a_targets_layers_agree_with_their_modules(
     expected = target_taps(model)
     assert not calls
     with_kernels()
-    if not few_rows:
-        monkeypatch.setattr(plain_linear, "MAX_FUSED_ROWS", 1)
+    use_form(form, monkeypatch)
     ours = target_taps(model.to(device))
     assert calls == [6, 4]
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
@@ -187,11 +197,11 @@ def test_splits_of_long_contexts_change_nothing_but_the_order_of_sums(
     assert len(calls) == 4
 
 
-@pytest.mark.parametrize("few_rows", [True, False], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True}, {"attention_bias": True}])
 def test_a_drafters_layers_agree_with_their_modules(
     changes: dict[str, Any],
-    few_rows: bool,
+    form: str,
     device: torch.device,
     calls: list[int],
     with_kernels: Callable[[], None],
@@ -201,8 +211,7 @@ def test_a_drafters_layers_agree_with_their_modules(
     expected = drafter_states(network)
     assert not calls
     with_kernels()
-    if not few_rows:
-        monkeypatch.setattr(plain_linear, "MAX_FUSED_ROWS", 1)
+    use_form(form, monkeypatch)
     ours = drafter_states(network.to(device))
     assert calls == [6, 4]
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
@@ -246,10 +255,10 @@ def test_column_major_weights_are_left_to_the_modules(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("few_rows", [True, False], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("form", FORMS)
 def test_bfloat16_layers_agree_with_float32_modules(
     name: str,
-    few_rows: bool,
+    form: str,
     device: torch.device,
     calls: list[int],
     monkeypatch: pytest.MonkeyPatch,
@@ -258,8 +267,7 @@ def test_bfloat16_layers_agree_with_float32_modules(
     expected = target_taps(model)
     half = copy.deepcopy(model).to(device, torch.bfloat16)
     half.rotary.cos, half.rotary.sin = (t.to(device) for t in (model.rotary.cos, model.rotary.sin))
-    if not few_rows:
-        monkeypatch.setattr(plain_linear, "MAX_FUSED_ROWS", 1)
+    use_form(form, monkeypatch)
     torch.testing.assert_close(target_taps(half), expected, rtol=0.05, atol=0.08)
     assert calls == [6, 4]
 
@@ -269,7 +277,7 @@ def test_the_layers_can_be_captured_in_a_graph(device: torch.device) -> None:
     model = small("llama").to(device, torch.bfloat16)
     rows = paged_rows(STEPS[0], 2, device)
     keys, values = torch.zeros(2, 2, NUM_SLOTS, 2, 16, dtype=torch.bfloat16, device=device)
-    tokens = rows.positions % 40
+    tokens = rows.positions % model.config.vocab_size
 
     def step() -> Tensor:
         hidden = model(tokens, rows.positions, RowsAttention(rows, keys, values)).hidden

@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from peagle.kernels.gpu.rejection import rejection_coins as coins_fast
 from peagle.kernels.gpu.rejection import verify_in_chunks
 from peagle.kernels.gpu.rejection import verify_rejection as verify_fast
-from peagle.kernels.plain.rejection import Verdict, verify_rejection
+from peagle.kernels.plain.rejection import Verdict, rejection_coins, verify_rejection
+from peagle.speculation.noise import stream_uniform
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHUNK = 16
@@ -127,6 +129,20 @@ def test_a_request_does_not_depend_on_its_neighbours() -> None:
         assert alone.token_ids[0].tolist() == together.token_ids[row].tolist()
 
 
+@pytest.mark.parametrize("depth", [0, 1, 4, 7])
+def test_coins_have_the_bits_of_the_definition(depth: int) -> None:
+    seeds = torch.tensor([0, -1, 1 << 40, -(1 << 63), (1 << 63) - 1], device=DEVICE)
+    outputs = torch.tensor([0, 7, 100_000, 3, 1 << 33], device=DEVICE)
+    ours, theirs = (m(seeds, outputs, depth) for m in (coins_fast, rejection_coins))
+    assert ours.accept.shape == (5, depth)
+    assert torch.equal(ours.accept, theirs.accept)
+    assert torch.equal(ours.residual, theirs.residual)
+    for number in range(depth + 1):  # stream 0 accepts, 1 draws again
+        assert torch.equal(theirs.residual[:, number], stream_uniform(seeds, outputs + number, 1))
+    for number in range(depth):
+        assert torch.equal(theirs.accept[:, number], stream_uniform(seeds, outputs + number, 0))
+
+
 # --- the law, enumerated
 
 
@@ -209,8 +225,12 @@ def test_a_real_vocabulary_is_verified_as_on_the_cpu(batch: int) -> None:
 def test_verification_can_be_captured_in_a_cuda_graph() -> None:
     case = random_case(4, 5, 49_152, seed=3)
     eager = verify_fast(*case)
+    seeds, outputs = torch.arange(8, device=DEVICE).view(2, 4)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = verify_fast(*case)
+        coins = coins_fast(seeds, outputs, 5)
+    outputs += 3
     graph.replay()
     assert torch.equal(captured.token_ids, eager.token_ids)
+    assert torch.equal(coins.residual, rejection_coins(seeds, outputs, 5).residual)

@@ -23,7 +23,8 @@ from peagle.bench.settings import (
 def every_cell(results: Results) -> str:
     """All figures of all cells, for those who look closer."""
     columns = (
-        *("workload, load", "setting", "repeats", "tokens/s (95 %)", "length", "... no loops"),
+        *("workload, load", "setting", "repeats", "tokens/s (95 %)", "... no tail"),
+        *("asked again", "length", "... no loops"),
         *("loops", "TTFT p50 / p95 / p99 ms", "TPOT ms", "ITL ms", "E2EL s", "peak GiB", "GPU"),
     )
     names = series_names(results.cells)
@@ -51,6 +52,8 @@ def _cell_rows(
             text(short_name(setting, names)),
             f"{summary.num_repeats}{partial_mark(cell)}",
             speed_with_bounds(summary.otps),
+            DASH if summary.steady_otps is None else f"{summary.steady_otps:,.1f}",
+            str(max(run.num_repeated for run in runs)),
             number(summary.acceptance_length),
             number(summary.acceptance_without_looping),
             share(timings.looping_share(runs)),

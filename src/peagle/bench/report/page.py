@@ -12,8 +12,8 @@ from peagle.bench.report import answers, tables, verdict
 from peagle.bench.report.every_cell import every_cell
 from peagle.bench.report.manifest import machine, manifest_block
 from peagle.bench.report.markup import bullets, details, paragraph, picture, section, text
-from peagle.bench.report.sameness import lossless_verdict
 from peagle.bench.results import Results
+from peagle.bench.sameness import lossless_verdict
 from peagle.bench.tune import Tuning, tune
 from peagle.errors import DataError
 

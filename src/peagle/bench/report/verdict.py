@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from peagle.bench.advice import Advice, in_words
 from peagle.bench.intervals import Interval
-from peagle.bench.report.sameness import lossless_verdict
 from peagle.bench.results import Results
+from peagle.bench.sameness import agreements, lossless_verdict
 from peagle.bench.settings import usable_runs
 from peagle.bench.timings import looping_share
 from peagle.bench.tune import Tuning
@@ -55,9 +55,10 @@ def key_figures(results: Results, tuning: Tuning | None) -> list[KeyFigure]:
         what = f"output tokens per second at most, {load_in_words(peak.load)}"
         figures.append(KeyFigure(f"{peak.best.otps.mean:,.0f}", what))
     if results.lossless is not None:
-        same = results.lossless.compared - results.lossless.different
-        what = f"of {results.lossless.compared} answers equal those without speculation"
-        figures.append(KeyFigure(f"{same}", what))
+        _, found = agreements(results.lossless)
+        if found is not None:
+            what = f"of {found.compared} answers equal those without speculation"
+            figures.append(KeyFigure(f"{found.compared - found.different}", what))
     return figures
 
 

@@ -5,8 +5,12 @@ reads and writes lanes alone, so it can be captured in a CUDA graph, and the hos
 next step before it has read the last one's tokens.
 
 caches     the tensors that all steps share
+choosing   how a step chooses: coupled or by rejection
 steps      one step as a function of static tensors: decode and prefill
 graphs     steps captured as CUDA graphs, made when first used
+shapes     which few shapes there are graphs for
 seats      the host's side of a lane: blocks, what is in flight
+prompts    prefill beside decoding
+clock      how long the device worked and waited
 engine     LaneEngine: admit, prefill, decode, collect
 """

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from peagle.engine.kv_cache import PagedKVCache
-from peagle.kernels.lane_state import LaneState
+from peagle.kernels.lane_state import LaneState, make_lane_state
 from peagle.kernels.rows import PagedRows
-from peagle.kernels.step_ops import StepOps
-from peagle.models.lane_drafters import LaneDrafter
+from peagle.kernels.step_ops import StepOps, step_ops
+from peagle.models.lane_drafters import LaneDrafter, lane_drafter
 from peagle.models.rows_attention import RowsAttention
 from peagle.models.target import TargetModel
+
+if TYPE_CHECKING:
+    from peagle.engine.engine import Engine
+
+# Lanes keep hidden states for so many drafts, even if the engine's own K is smaller.
+MIN_LANE_DEPTH = 16
 
 
 @dataclass(frozen=True)
@@ -86,3 +93,32 @@ class LaneModels:
     @property
     def tap_layers(self) -> tuple[int, ...]:
         return self.drafting.tap_layers if self.drafting else ()
+
+
+def lane_models(engine: Engine, num_lanes: int) -> LaneModels:
+    """Over the engine's own caches."""
+    target, drafting = engine.target, _lane_drafting(engine)
+    weight = target.embed_tokens.weight
+    depth = width = 0
+    if engine.speculation is not None:
+        drafter = engine.speculation.drafter
+        depth = min(drafter.max_speculative_tokens, MIN_LANE_DEPTH)
+        depth = max(depth, engine.speculation.num_speculative_tokens)
+        width = len(drafter.tap_layers) * target.config.hidden_size
+    max_blocks = engine.allocator.blocks_for(engine.max_model_len)
+    state = make_lane_state(num_lanes, max_blocks, depth + 1, width, weight)
+    last_position = target.config.max_position_embeddings - 1
+    model = PagedModel(engine.runner.target_cache, engine.allocator.block_size, last_position)
+    return LaneModels(target, model, drafting, state, step_ops(weight.device))
+
+
+def _lane_drafting(engine: Engine) -> LaneDrafting | None:
+    if engine.speculation is None:
+        return None
+    drafter, cache = engine.speculation.drafter, engine.runner.draft_cache
+    lanes, positions = lane_drafter(drafter), drafter.max_positions
+    assert lanes is not None
+    assert cache is not None
+    assert positions is not None
+    model = PagedModel(cache, engine.allocator.block_size, positions - 1)
+    return LaneDrafting(lanes, model, drafter.tap_layers, positions + 1)

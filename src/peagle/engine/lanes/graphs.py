@@ -57,11 +57,23 @@ class Mark:
         if self._event is not None:
             self._event.synchronize()
 
+    def later(self, other: Mark | None) -> Mark:
+        return self if other is None or self.since(other) > 0 else other
+
     def since(self, earlier: Mark) -> float:
         if self._event is None:
             return self._time - earlier._time
         milliseconds: float = earlier._event.elapsed_time(self._event)
         return milliseconds / 1000
+
+
+class Queue:
+    """Work that the device does in order. Graphs of two queues may run at the same time: so each
+    has its own memory, and its own stream to capture on, to which cuBLAS binds its workspace."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.capturing = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 class DirectStep:
@@ -80,18 +92,21 @@ class GraphedStep:
     """The step as a CUDA graph. Captured with the inputs it was made with, which name the dummy
     lane alone, so that warming up disturbs nobody."""
 
-    def __init__(self, step: Step, pool: Any) -> None:
+    def __init__(self, step: Step, queue: Queue) -> None:
         self.step = step
         self._given: Tensor | None = None  # what the device has
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        self._graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        # Not `torch.cuda.graph`: it collects all of Python's garbage before each capture.
+        with torch.cuda.stream(queue.capturing):
             for _ in range(WARM_UPS):
                 step()
-        torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
-            self._report = step()
+            self._graph.capture_begin(pool=queue.pool)
+            try:
+                self._report = step()
+            finally:
+                self._graph.capture_end()
+        torch.cuda.current_stream().wait_stream(queue.capturing)
 
     def run(self, inputs: Tensor) -> Report:
         if self._given is None or not torch.equal(inputs, self._given):
@@ -103,24 +118,45 @@ class GraphedStep:
 
 
 class Steps:
-    """All steps of an engine, by shape."""
+    """All steps of an engine, by shape. Prefill steps run beside the decode steps that follow
+    them, on a stream of their own, until `join_prefill`."""
 
     def __init__(self, models: LaneModels) -> None:
         self.models = models
         self._decode: dict[DecodeShape, DirectStep | GraphedStep] = {}
         self._prefill: dict[PrefillShape, DirectStep | GraphedStep] = {}
-        self._pool = torch.cuda.graph_pool_handle() if models.device.type == "cuda" else None
+        self._has_graphs = models.device.type == "cuda"
+        if self._has_graphs:
+            self._decode_queue, self._prefill_queue = Queue(), Queue()
+            self._prefill_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    @property
+    def num_made(self) -> int:
+        return len(self._decode) + len(self._prefill)
 
     def decode(self, shape: DecodeShape, lanes: Sequence[int]) -> Report:
         if shape not in self._decode:
-            self._decode[shape] = self._made(DecodeStep(self.models, shape))
+            step = DecodeStep(self.models, shape)
+            self._decode[shape] = (
+                GraphedStep(step, self._decode_queue) if self._has_graphs else DirectStep(step)
+            )
         padding = [self.models.state.dummy] * (shape.batch - len(lanes))
         return self._decode[shape].run(torch.tensor([*lanes, *padding]))
 
     def prefill(self, shape: PrefillShape, inputs: Tensor) -> Report:
+        """Begins after everything launched so far."""
         if shape not in self._prefill:
-            self._prefill[shape] = self._made(PrefillStep(self.models, shape))
-        return self._prefill[shape].run(inputs)
+            step = PrefillStep(self.models, shape)
+            self._prefill[shape] = (
+                GraphedStep(step, self._prefill_queue) if self._has_graphs else DirectStep(step)
+            )
+        if not self._has_graphs:
+            return self._prefill[shape].run(inputs)
+        self._prefill_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._prefill_stream):
+            return self._prefill[shape].run(inputs)
 
-    def _made(self, step: Step) -> DirectStep | GraphedStep:
-        return DirectStep(step) if self._pool is None else GraphedStep(step, self._pool)
+    def join_prefill(self) -> None:
+        """What is launched from here on begins after all prefill steps."""
+        if self._has_graphs:
+            torch.cuda.current_stream().wait_stream(self._prefill_stream)

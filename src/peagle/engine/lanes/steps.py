@@ -9,21 +9,18 @@ Shapes: B lanes, K draft tokens, N = I * Q prefill rows in I items of Q rows.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from peagle.engine.lanes.caches import LaneDrafting, LaneModels
-from peagle.kernels.lane_state import LaneState, StepCounts
-from peagle.kernels.plain.choose import RowRules
+from peagle.engine.lanes.choosing import ByRejection, Coupled, Sampling, StepRows, choosing
+from peagle.kernels.lane_state import StepCounts
 from peagle.models.attention import Attention
-from peagle.models.lane_drafters import LaneDraftBatch, PendingRows
+from peagle.models.lane_drafters import LaneDraftBatch, PendingRows, RowsChoose
 
 PREFILL_ITEM = 16  # rows of a prompt that attend together
-
-# What the graph has to be able to do for its requests; each includes the one before it.
-Sampling = Literal["greedy", "sampled", "filtered"]
 
 
 class DecodeShape(NamedTuple):
@@ -31,11 +28,13 @@ class DecodeShape(NamedTuple):
     depth: int  # draft tokens per lane; 0: plain decoding
     sampling: Sampling
     num_splits: int
+    by_rejection: bool = False  # how sampled lanes verify their drafts
 
 
 class PrefillShape(NamedTuple):
     num_items: int
     sampling: Sampling
+    by_rejection: bool = False
 
 
 class DecodeStep:
@@ -51,17 +50,26 @@ class DecodeStep:
         drafting = models.drafting if depth else None
         reach = drafting.max_draft_tokens if drafting else 0
         counts = models.ops.begin_step(models.state, self.inputs, depth, reach)
-        drafts = self._propose(drafting, counts)
-        chosen, usable, taps = self._verify(drafts, counts)
-        return models.ops.commit(models.state, self.inputs, counts, drafts, chosen, usable, taps)
+        choice = self._choosing(counts)
+        drafts = self._propose(drafting, counts, choice.draft)
+        logits, taps = self._verify(drafts, counts)
+        judged = choice.judge(logits, drafts)
+        return models.ops.commit(models.state, self.inputs, counts, *judged, taps)
 
-    def _propose(self, drafting: LaneDrafting | None, counts: StepCounts) -> Tensor:
+    def _choosing(self, counts: StepCounts) -> Coupled | ByRejection:
+        shape = self.shape
+        rows = StepRows(self.models.state, self.inputs, counts.num_outputs, shape.sampling)
+        return choosing(self.models, rows, shape.depth, counts.num_drafts, shape.by_rejection)
+
+    def _propose(
+        self, drafting: LaneDrafting | None, counts: StepCounts, choose: RowsChoose
+    ) -> Tensor:
         """Draft tokens [B, K]."""
         if drafting is None:
             return self.inputs.new_empty(self.shape.batch, 0)
         state, lanes, depth = self.models.state, self.inputs, self.shape.depth
         pending = PendingRows(
-            tokens=state.pending_tokens[lanes, : depth + 1],
+            tokens=counts.pending_tokens,
             taps=state.pending_taps[lanes, : depth + 1],
             starts=counts.draft_starts,
             num_pending=counts.num_pending,
@@ -79,19 +87,14 @@ class DecodeStep:
                 self.shape.num_splits,
             )
 
-        def choose(logits: Tensor, first_depth: int, ids: Tensor | None) -> Tensor:
-            per_lane = logits.shape[0] // self.shape.batch
-            chosen, _ = self._choose(logits, counts.num_outputs + first_depth, per_lane, ids)
-            return chosen
-
         batch = LaneDraftBatch(pending, depth, attend, choose, self.models.ops)
         return drafting.drafter.propose(batch)
 
-    def _verify(self, drafts: Tensor, counts: StepCounts) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The target's choices [B, K+1], whether there were any, and the taps [B, K+1, C]."""
+    def _verify(self, drafts: Tensor, counts: StepCounts) -> tuple[Tensor, Tensor | None]:
+        """The target's logits [B * (K+1), V] after each prefix, and the taps [B, K+1, C]."""
         models, state, lanes = self.models, self.models.state, self.inputs
         rows = self.shape.depth + 1
-        tokens = torch.cat((state.last_tokens[lanes, None], drafts), dim=1)
+        tokens = torch.cat((counts.last_tokens[:, None], drafts), dim=1)
         attention, positions = models.model.attention(
             models.ops,
             state.block_tables,
@@ -104,22 +107,7 @@ class DecodeStep:
         tap_layers = models.tap_layers
         hidden, taps = models.target(tokens.flatten(), positions, attention, tap_layers)
         logits = models.target.logits(hidden)
-        chosen, usable = self._choose(logits, counts.num_outputs, rows, None)
-        return chosen, usable, None if taps is None else taps.unflatten(0, (-1, rows))
-
-    def _choose(
-        self, logits: Tensor, outputs: Tensor, per_lane: int, ids: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """[B * n, V] -> tokens and usable [B, n]; row j of a lane is output `outputs` + j."""
-        rules = None
-        if self.shape.sampling != "greedy":
-            offsets = torch.arange(per_lane, device=outputs.device)
-            positions = (outputs[:, None] + offsets).flatten()
-            lanes = self.inputs.repeat_interleave(per_lane)
-            rules = row_rules(self.models.state, lanes, positions)
-        with_filters = self.shape.sampling == "filtered"
-        chosen = self.models.ops.choose_tokens(logits, rules, ids, filters=with_filters)
-        return chosen.token_ids.view(-1, per_lane), chosen.usable.view(-1, per_lane)
+        return logits, None if taps is None else taps.unflatten(0, (-1, rows))
 
 
 class PrefillInputs(NamedTuple):
@@ -193,11 +181,11 @@ class PrefillStep:
     def _open_lanes(self, logits: Tensor, taps: Tensor | None) -> Tensor:
         state, fields = self.models.state, self.fields
         lanes, lengths = fields.final_lanes, fields.final_lengths
-        rules = None
-        if self.shape.sampling != "greedy":
-            rules = row_rules(state, lanes, lengths - state.num_prompt[lanes])
-        with_filters = self.shape.sampling == "filtered"
-        tokens, usable = self.models.ops.choose_tokens(logits, rules, None, filters=with_filters)
+        rows = StepRows(state, lanes, lengths - state.num_prompt[lanes], self.shape.sampling)
+        none = torch.zeros_like(lanes)
+        choice = choosing(self.models, rows, 0, none, self.shape.by_rejection)
+        judged = choice.judge(logits, lanes.new_empty(len(lanes), 0))
+        tokens, usable = judged.chosen[:, 0], judged.usable[:, 0]
         state.last_tokens[lanes] = tokens
         state.num_computed[lanes] = lengths
         state.limits[lanes] = torch.where(usable, state.limits[lanes], 0)
@@ -206,15 +194,3 @@ class PrefillStep:
             state.pending_tokens[lanes, 0] = tokens
             state.pending_taps[lanes, 0] = taps.index_select(0, fields.final_rows)
         return torch.stack((tokens, (~usable).long()), dim=1)
-
-
-def row_rules(state: LaneState, lanes: Tensor, positions: Tensor) -> RowRules:
-    """How each row is sampled, given its lane and its output position."""
-    return RowRules(
-        temperature=state.temperature[lanes],
-        top_k=state.top_k[lanes],
-        top_p=state.top_p[lanes],
-        min_p=state.min_p[lanes],
-        seeds=state.seeds[lanes],
-        positions=positions,
-    )

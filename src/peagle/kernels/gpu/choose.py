@@ -1,8 +1,8 @@
 """One token per row of logits, greedy or sampled, with static shapes and no look at the host.
 
-Greedy alone: 2 kernels. Sampling adds one, filters another. A row's token depends on nothing but
-its own logits and rules. Against kernels/plain/choose.py, gumbels differ by a few last bits, and
-borders of a nucleus as kernels/gpu/borders.py says.
+Greedy alone: 2 kernels. Sampling adds one, filters another, laws two. A row's token depends on
+nothing but its own logits and rules. Against kernels/plain/choose.py, gumbels and laws differ by a
+few last bits, and borders of a nucleus as kernels/gpu/borders.py says.
 
 Shapes: R rows, V columns of logits, C chunks of a row.
 """
@@ -17,13 +17,14 @@ from torch import Tensor
 
 from peagle.kernels.gpu.argmax import merge_kernel, peaks_kernel
 from peagle.kernels.gpu.borders import borders_kernel
+from peagle.kernels.gpu.laws import laws_kernel, masses_kernel
 from peagle.kernels.gpu.scores import scores_kernel
-from peagle.kernels.plain.choose import Chosen, RowRules
+from peagle.kernels.plain.choose import Chosen, Laws, RowRules
 
 # Few rows are cut finely, to occupy the whole device; no result depends on it.
 _FINE_CHUNK, _COARSE_CHUNK, _ENOUGH_PROGRAMS = 1024, 2048, 2048
-# Sums of mass do depend on this one, so it is the same for any number of rows.
-_BORDER_BLOCK = 4096
+# Sums of mass do depend on these, so they are the same for any number of rows.
+_BORDER_BLOCK, _LAW_CHUNK = 4096, 1024
 
 
 class Chunks(NamedTuple):
@@ -65,48 +66,36 @@ def choose_in_chunks(
     block: int,
 ) -> Chosen:
     """`choose_tokens` with rows cut into chunks and blocks (powers of two) of these sizes."""
-    rules = _dense(rules)
     chunks = _find_peaks(logits, chunk)
     values, columns = chunks.peaks, chunks.columns
     if rules is not None:
+        rules = _dense(rules)
         borders = _find_borders(logits, rules, chunks, block) if filters else None
         values, columns = _score(logits, rules, ids, chunks, borders)
     return _merge(chunks, values, columns, ids)
 
 
-def draft_laws(
-    logits: Tensor,
-    rules: RowRules | None,
-    ids: Tensor | None,
-    vocab_size: int,
-    *,
-    filters: bool = True,
-) -> Tensor:
-    """As kernels/plain/choose.py: the law of each row over the target's ids [R, vocab_size]."""
+def choose_with_laws(
+    logits: Tensor, rules: RowRules, ids: Tensor | None, laws: Tensor, *, filters: bool = True
+) -> Chosen:
+    """As kernels/plain/choose.py."""
     rules = _dense(rules)
     chunks = _find_peaks(logits, _chunk_size(logits))
-    best, usable = _merge(chunks, chunks.peaks, chunks.columns, ids)
-    one_hot = logits.new_zeros(len(logits), vocab_size, dtype=torch.float32)
-    one_hot.scatter_(1, best.unsqueeze(1), 1.0)
-    if rules is None:
-        return one_hot
     borders = _find_borders(logits, rules, chunks, _BORDER_BLOCK) if filters else None
-    law = _kept_logits(logits, rules, borders).softmax(1)  # [R, V]
-    if ids is not None:
-        law = torch.zeros_like(one_hot).index_copy_(1, ids.long(), law)
-    drawn = usable & (rules.temperature > 0)
-    return torch.where(drawn.unsqueeze(1), law, one_hot)
+    chosen = _merge(chunks, *_score(logits, rules, ids, chunks, borders), ids)
+    _write_laws(logits, rules, ids, chunks, borders, chosen, laws)
+    return chosen
 
 
-def _kept_logits(logits: Tensor, rules: RowRules, borders: Borders | None) -> Tensor:
-    """Logits after temperature and filters [R, V]; of greedy rows, anything finite or not."""
-    scaled = logits.float() / rules.temperature.unsqueeze(1)
-    if borders is None:
-        return scaled
-    border, last = borders.values.unsqueeze(1), borders.last_columns.unsqueeze(1)
-    first_equal = torch.arange(logits.shape[1], device=logits.device) <= last
-    kept = (scaled > border) | ((scaled == border) & first_equal)
-    return scaled.masked_fill(~kept, -torch.inf)
+def token_laws(logits: Tensor, rules: RowRules, *, filters: bool = True) -> Laws:
+    """As kernels/plain/choose.py."""
+    rules = _dense(rules)
+    chunks = _find_peaks(logits, _chunk_size(logits))
+    borders = _find_borders(logits, rules, chunks, _BORDER_BLOCK) if filters else None
+    best = _merge(chunks, chunks.peaks, chunks.columns, None)
+    laws = logits.new_empty(logits.shape, dtype=torch.float32)
+    _write_laws(logits, rules, None, chunks, borders, best, laws)
+    return Laws(laws, best.usable)
 
 
 def _chunk_size(logits: Tensor) -> int:
@@ -115,8 +104,8 @@ def _chunk_size(logits: Tensor) -> int:
     return _FINE_CHUNK if few else _COARSE_CHUNK
 
 
-def _dense(rules: RowRules | None) -> RowRules | None:
-    return None if rules is None else RowRules(*(rule.contiguous() for rule in rules))
+def _dense(rules: RowRules) -> RowRules:
+    return RowRules(*(rule.contiguous() for rule in rules))
 
 
 def _find_peaks(logits: Tensor, chunk: int) -> Chunks:
@@ -181,3 +170,35 @@ def _merge(chunks: Chunks, values: Tensor, columns: Tensor, ids: Tensor | None) 
         chunks.peaks, values, columns, ids, tokens, usable, num_chunks, CHUNKS=chunks.padded
     )
     return Chosen(tokens, usable.view(torch.bool))
+
+
+def _write_laws(
+    logits: Tensor,
+    rules: RowRules,
+    ids: Tensor | None,
+    chunks: Chunks,
+    borders: Borders | None,
+    chosen: Chosen,
+    laws: Tensor,
+) -> None:
+    """`chosen`: the token of each row that is not drawn; of the others, any."""
+    assert laws.stride(1) == 1
+    rows, vocab_size = logits.shape
+    num_chunks = triton.cdiv(vocab_size, _LAW_CHUNK)
+    masses = logits.new_empty(rows, num_chunks, dtype=torch.float32)
+    row = logits, logits.stride(0), vocab_size, chunks.peaks, chunks.peaks.shape[1]
+    row = *row, rules.temperature, *(borders or (None, None))
+    masses_kernel[masses.shape](*row, masses, CHUNK=_LAW_CHUNK, PEAKS=chunks.padded)
+    if ids is not None:
+        laws.zero_()  # of the tokens that the draft vocabulary leaves out
+    laws_kernel[masses.shape](
+        *row,
+        masses,
+        chosen.token_ids,
+        ids,
+        laws,
+        laws.stride(0),
+        CHUNK=_LAW_CHUNK,
+        PEAKS=chunks.padded,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+    )

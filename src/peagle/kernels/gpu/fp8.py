@@ -1,85 +1,96 @@
-"""Rows as 8-bit floats in one launch, and the product that the GPU's own 8-bit units do.
+"""Products with 8-bit weights on a GPU: of few rows by our own kernel, of many by torch's.
 
-Shapes: N rows, I inputs, O outputs. The twin is kernels/plain/fp8.py.
+Shapes: N rows, I inputs, O outputs, S parts. The twin is kernels/plain/fp8.py.
 """
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.plain.fp8 import FP8, LARGEST, SMALLEST_SCALE
+from peagle.kernels.gpu import fp8_rows
+from peagle.kernels.gpu.fp8_product import Form, few_rows_product
+from peagle.kernels.gpu.fp8_rows import finish
+from peagle.kernels.plain.fp8 import FP8, Quantized, Sums
+from peagle.kernels.plain.linear import Norm
 
-MAX_COLUMNS = 1024  # of a row that a program holds at once; longer rows are read in parts
+__all__ = [
+    "MAX_FEW_ROWS",
+    "choose_form",
+    "finish",
+    "product",
+    "quantize_gated",
+    "quantize_normed",
+    "quantize_rows",
+    "scaled_linear",
+]
 
-
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [N, I] -> in FP8 [N, I], and the float32 number that each row is multiplied with [N, 1]."""
-    rows, columns = x.shape
-    assert x.stride(1) == 1
-    out = torch.empty((rows, columns), dtype=FP8, device=x.device)
-    scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    if rows:
-        _quantize_row[(rows,)](
-            x,
-            out,
-            scales,
-            x.stride(0),
-            columns,
-            LARGEST=LARGEST,
-            SMALLEST_SCALE=SMALLEST_SCALE,
-            BLOCK=min(triton.next_power_of_2(columns), MAX_COLUMNS),
-            num_warps=4,
-        )
-    return out, scales
+MAX_FEW_ROWS = 64  # beyond, products and not bytes cost, and the 8-bit units are ahead
+WANTED_PROGRAMS = 400  # three for each of an H200's 132 multiprocessors
+MIN_SPLIT = 1024  # inputs
 
 
-def scaled_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [N, I], quantised here, times weight [O, I] in FP8 with scales [O, 1], plus bias [O].
+def choose_form(rows: int, outputs: int, inputs: int) -> Form:
+    """For a product [rows, inputs] x [outputs, inputs]. The same for every rows <= 16: then a row
+    has the same bits alone or beside others. Not measured yet: by what must be under way."""
+    if rows > 32:
+        narrow = Form(64, 64, 128, warps=4, stages=4, outputs_first=True)
+    elif outputs >= 16_384:
+        return Form(16 if rows <= 16 else 32, 64, 128, warps=4, stages=5, early=True)
+    else:
+        narrow = Form(16 if rows <= 16 else 32, 32, 256, warps=4, stages=4, early=True)
+    # The parts of a few outputs are added by whatever follows. Those of many are not divided: for
+    # them it would be a launch more.
+    splits = 1 if outputs > 4096 else _splits(-(-outputs // narrow.outputs), inputs, narrow.inputs)
+    return narrow._replace(splits=splits)
 
-    I and O are multiples of 16. The result is rounded to bfloat16 whatever x is: torch's product
-    with a scale for each row has no other output everywhere.
-    """
-    quantized, row_scales = quantize_rows(x)
-    # Without fast accumulation partial sums are kept in float32, as the plain twin keeps them;
-    # with it they have fewer bits, for a speed that few rows, bound by memory, do not gain.
+
+def _splits(programs: int, inputs: int, block: int) -> int:
+    """Over how many programs the inputs are divided, in equal parts."""
+    most = min(WANTED_PROGRAMS // programs, inputs // MIN_SPLIT)
+    return max((s for s in range(1, most + 1) if inputs % (s * block) == 0), default=1)
+
+
+def quantize_rows(x: Tensor) -> Quantized:
+    """x [N, I], in the type that `product` takes for so many rows."""
+    return fp8_rows.quantize(x, _type_of(x.shape[0]))
+
+
+def quantize_gated(gate_up: Tensor) -> Quantized:
+    """silu(gate) * up, rounded to the type of gate_up [N, 2I], then quantised."""
+    return fp8_rows.quantize_gated(gate_up, _type_of(gate_up.shape[0]))
+
+
+def quantize_normed(sums: Sums, residual: Tensor | None, norm: Norm) -> tuple[Quantized, Tensor]:
+    """-> the norm of the product plus residual [N, O], quantised, and the sum itself [N, O]."""
+    return fp8_rows.quantize_normed(sums, residual, norm, _type_of(sums.parts.shape[1]))
+
+
+def product(
+    rows: Quantized, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Sums:
+    """Quantised rows times weight [O, I] in FP8 with scales [O, 1]. I and O: multiples of 16."""
+    num_rows = rows.values.shape[0]
+    if num_rows <= MAX_FEW_ROWS:
+        form = choose_form(num_rows, *weight.shape)
+        return few_rows_product(rows, weight, scales, bias, dtype, form)
+    # Without fast accumulation partial sums are kept in float32, as the plain twin keeps them.
+    # The result is bfloat16 whatever dtype is: torch has no other with a scale for each row.
     out = torch._scaled_mm(
-        quantized,
+        rows.values,
         weight.t(),  # column-major, as it must be
-        scale_a=row_scales,
+        scale_a=rows.scales,
         scale_b=scales.t(),
         out_dtype=torch.bfloat16,
         use_fast_accum=False,
-    ).to(x.dtype)
-    return out if bias is None else out.add_(bias)
+    )
+    return Sums(out.to(dtype)[None], bias, dtype)
 
 
-@triton.jit
-def _quantize_row(
-    x,
-    out,
-    scales,
-    row_stride,
-    columns,
-    LARGEST: tl.constexpr,
-    SMALLEST_SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    offsets = tl.arange(0, BLOCK)
-    largest = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, columns, BLOCK):
-        inside = start + offsets < columns
-        values = tl.load(x + row * row_stride + start + offsets, mask=inside, other=0.0)
-        largest = tl.maximum(largest, tl.abs(values.to(tl.float32)))
-    # div_rn is the plain twin's division; a GPU's `/` is a little off
-    scale = tl.maximum(tl.div_rn(tl.max(largest, axis=0), LARGEST), SMALLEST_SCALE)
-    tl.store(scales + row, scale)
-    for start in range(0, columns, BLOCK):
-        inside = start + offsets < columns
-        values = tl.load(x + row * row_stride + start + offsets, mask=inside, other=0.0)
-        # No number exceeds LARGEST, and NaN stays NaN: nothing is clamped.
-        scaled = tl.div_rn(values.to(tl.float32), scale)
-        tl.store(out + row * columns + start + offsets, scaled.to(tl.float8e4nv), mask=inside)
+def scaled_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [N, I], quantised here, times weight [O, I] in FP8 with scales [O, 1], plus bias [O]."""
+    return finish(product(quantize_rows(x), weight, scales, bias, x.dtype))
+
+
+def _type_of(num_rows: int) -> torch.dtype:
+    return torch.float16 if num_rows <= MAX_FEW_ROWS else FP8

@@ -21,8 +21,8 @@ COPY_TILE = 1024  # elements of a row that one program copies at a time
 
 @triton.jit
 def _begin(
-    lanes, computed, limits, prompt, wanted, starts, out,
-    depth, max_pending, max_draft_tokens, batch,
+    lanes, computed, limits, prompt, wanted, starts, last_tokens, pending_tokens, out, pending,
+    depth, max_pending, max_draft_tokens, batch, width, DEPTH: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     lane = tl.load(lanes + b)
@@ -44,17 +44,25 @@ def _begin(
     tl.store(out + 4 * batch + b, tl.where(running, num_pending + num_masks, 0))
     tl.store(out + 5 * batch + b, tl.where(running, num_drafts + 1, 0))
     tl.store(out + 6 * batch + b, num_tokens - tl.load(prompt + lane))
+    tl.store(out + 7 * batch + b, tl.load(last_tokens + lane))
+    offset = tl.arange(0, DEPTH)
+    there = offset < width
+    tokens = tl.load(pending_tokens + lane * max_pending + offset, mask=there, other=0)
+    tl.store(pending + b * width + offset, tokens, mask=there)
 
 
 def begin_step(state: LaneState, lanes: Tensor, depth: int, max_draft_tokens: int) -> StepCounts:
-    batch = lanes.shape[0]
-    out = torch.empty(7, batch, dtype=torch.int64, device=lanes.device)
+    batch, max_pending = lanes.shape[0], state.pending_tokens.shape[1]
+    width = min(depth + 1, max_pending)
+    out = torch.empty(8, batch, dtype=torch.int64, device=lanes.device)
+    pending = torch.empty(batch, width, dtype=torch.int64, device=lanes.device)
     _begin[(batch,)](
         lanes, state.num_computed, state.limits, state.num_prompt, state.wanted_drafts,
-        state.draft_starts, out, depth, state.pending_tokens.shape[1], max_draft_tokens, batch,
-        num_warps=1,
+        state.draft_starts, state.last_tokens, state.pending_tokens, out, pending,
+        depth, max_pending, max_draft_tokens, batch, width,
+        DEPTH=triton.next_power_of_2(max(width, 1)), num_warps=1,
     )  # fmt: skip
-    return StepCounts(*out.unbind(0))
+    return StepCounts._make([*out.unbind(0), pending])
 
 
 @triton.jit
@@ -121,6 +129,32 @@ def expand_rows(real: Tensor, num_real: Tensor, mask: Tensor, num_rows: int) -> 
     tile = min(triton.next_power_of_2(size), COPY_TILE)
     grid = (batch * num_rows, triton.cdiv(size, tile))
     _expand[grid](real.contiguous(), num_real, mask, out, given, num_rows, size, TILE=tile)
+    return out
+
+
+@triton.jit
+def _embed(table, token_ids, num_real, mask, out, given, rows, size, TILE: tl.constexpr):
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, r = row // rows, row % rows
+    is_real = r < tl.minimum(tl.load(num_real + b), given)
+    token = tl.load(token_ids + tl.where(is_real, b * given + r, 0))
+    column = tile * TILE + tl.arange(0, TILE)
+    inside = column < size
+    own = tl.load(table + token * size + column, mask=inside, other=0.0)
+    learned = tl.load(mask + column, mask=inside, other=0.0)
+    tl.store(out + row * size + column, tl.where(is_real, own, learned), mask=inside)
+
+
+def embed_rows(
+    table: Tensor, token_ids: Tensor, num_real: Tensor, mask: Tensor, num_rows: int
+) -> Tensor:
+    (batch, given), size = token_ids.shape, table.shape[1]
+    assert table.is_contiguous()
+    assert token_ids.is_contiguous()
+    out = torch.empty(batch * num_rows, size, dtype=table.dtype, device=table.device)
+    tile = min(triton.next_power_of_2(size), COPY_TILE)
+    grid = (batch * num_rows, triton.cdiv(size, tile))
+    _embed[grid](table, token_ids, num_real, mask, out, given, num_rows, size, TILE=tile)
     return out
 
 

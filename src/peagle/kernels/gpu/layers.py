@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.kernels.gpu.attention import paged_attention, rotate_and_write
-from peagle.kernels.gpu.fp8 import scaled_linear
+from peagle.kernels.gpu.fp8_layers import run_quantized
 from peagle.kernels.gpu.linear import fused_linear
 from peagle.kernels.gpu.norms import add_rms_norm, rms_norm, silu_mul
 from peagle.kernels.layer import LayerTensors, Projection
-from peagle.kernels.plain.linear import Norm
-from peagle.kernels.plain.linear import fits_fused as fits_rows
+from peagle.kernels.plain.linear import MAX_NORMED_ROWS, Norm, fits_fused
 from peagle.kernels.rows import PagedRows
 
 Attend = Callable[[int, Tensor], Tensor]  # layer and its qkv [N, (h + 2g) * D] -> [N, h * D]
@@ -43,15 +42,10 @@ def run_layers(
         return paged_attention(q, *cache, rows, layer.window).flatten(-2)
 
     projections = [p for layer in layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-    run = _few_rows if fits_fused(x, projections) else _many_rows
+    if any(p.scales is not None for p in projections):
+        return run_quantized(layers, x, inputs, attend)
+    run = _few_rows if fits_fused(x, [p.weight for p in projections]) else _many_rows
     return run(layers, x, inputs, attend)
-
-
-def fits_fused(x: Tensor, projections: Sequence[Projection]) -> bool:
-    """Whether the rows x [N, H] are few, and the weights such, that one kernel does a product
-    and what stands around it."""
-    in_fp8 = any(p.scales is not None for p in projections)
-    return not in_fp8 and fits_rows(x, [p.weight for p in projections])
 
 
 def _few_rows(
@@ -101,11 +95,11 @@ def _fused(
     gated: bool = False,
 ) -> Tensor:
     weight, bias, _ = projection
+    if norm is not None and x.shape[0] > MAX_NORMED_ROWS:
+        x, norm = rms_norm(x, *norm), None
     return fused_linear(x, weight, bias, norm=norm, residual=residual, gated=gated)
 
 
 def _product(projection: Projection, x: Tensor) -> Tensor:
-    weight, bias, scales = projection
-    if scales is not None:
-        return scaled_linear(x, weight, scales, bias)
+    weight, bias, _ = projection
     return F.linear(x, weight, bias)

@@ -48,7 +48,7 @@ class Tile(NamedTuple):
 def tile(rows: int, outputs: int, inputs: int, gated: bool, itemsize: int) -> Tile:
     """For a product [rows, inputs] x [outputs, inputs]; `outputs` counts gates and ups alike.
 
-    The best of some 70 forms on an H200, for SmolLM2's products: narrow tiles, so that there is
+    The best of 22 to 70 forms on an H200, for SmolLM2's products: narrow tiles, so that there is
     a program for every multiprocessor, and as many turns in flight as the loop has.
     """
     block_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
@@ -56,7 +56,7 @@ def tile(rows: int, outputs: int, inputs: int, gated: bool, itemsize: int) -> Ti
         return Tile(block_rows, 16, 32, warps=4, stages=2)
     narrow, long = outputs <= 640, inputs >= 1024
     if block_rows == 64:
-        return Tile(64, 32 if gated else 16, 64, warps=4, stages=4)
+        return Tile(64, 32 if gated else 16, 128 if long else 64, warps=4, stages=4)
     if block_rows == 32:
         if gated:
             return Tile(32, 32, 128, warps=2, stages=6)

@@ -14,14 +14,26 @@ _GOLDEN64 = tl.constexpr(noise._GOLDEN64)
 _FIRST64, _SECOND64 = tl.constexpr(noise._MIX64[0]), tl.constexpr(noise._MIX64[1])
 _FIRST32, _SECOND32 = tl.constexpr(noise._MIX32[0]), tl.constexpr(noise._MIX32[1])
 _VOCAB_OFFSET = tl.constexpr(noise._DOMAIN_VOCAB * noise._GOLDEN64 & noise._MASK64)
+ACCEPT_OFFSET = tl.constexpr(
+    (noise._DOMAIN_STREAMS + noise.ACCEPT_STREAM) * noise._GOLDEN64 & noise._MASK64
+)
+RESIDUAL_OFFSET = tl.constexpr(
+    (noise._DOMAIN_STREAMS + noise.RESIDUAL_STREAM) * noise._GOLDEN64 & noise._MASK64
+)
 _BELOW_ONE = tl.constexpr(noise._BELOW_ONE)
 
 
 @triton.jit
 def vocab_key(seed, position):
     """The 64 bits that all tokens of a row share; seed, position: int64."""
-    keyed = _mix64(seed.to(tl.uint64) + tl.full((), _VOCAB_OFFSET, tl.uint64))
-    return _mix64(keyed ^ (position.to(tl.uint64) * tl.full((), _GOLDEN64, tl.uint64)))
+    return _row_key(seed, position, _VOCAB_OFFSET)
+
+
+@triton.jit
+def stream_uniform(seed, position, OFFSET: tl.constexpr):
+    """The coin of a position in the stream with this offset, float64; the definition's bits."""
+    bits = (_row_key(seed, position, OFFSET) >> 12).to(tl.int64)
+    return (bits.to(tl.float64) + 0.5) * (2.0**-52)
 
 
 @triton.jit
@@ -48,6 +60,12 @@ def gumbel_of(u):
 def uniform(key, token_ids):
     bits = (_vocab_bits(key, token_ids) & 0x7FFFFFFF).to(tl.int32).to(tl.float32)
     return tl.minimum((bits + 0.5) * (2.0**-31), _BELOW_ONE)
+
+
+@triton.jit
+def _row_key(seed, position, OFFSET: tl.constexpr):
+    keyed = _mix64(seed.to(tl.uint64) + tl.full((), OFFSET, tl.uint64))
+    return _mix64(keyed ^ (position.to(tl.uint64) * tl.full((), _GOLDEN64, tl.uint64)))
 
 
 @triton.jit

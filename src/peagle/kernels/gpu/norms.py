@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peagle.kernels.gpu.overlap import gdc_launch_dependents, gdc_wait, launch_options, overlaps
+
 MAX_COLUMNS = 4096  # of a row that a program holds at once; longer rows are read in parts
 
 
@@ -94,7 +96,9 @@ def _run_norm(
         COLUMNS=columns,
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
+        OVERLAPS=overlaps(rows),
         num_warps=4 if block <= 1024 else 8,
+        **launch_options(rows),
     )
 
 
@@ -111,7 +115,10 @@ def _rms_norm(
     COLUMNS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     x_row, residual_row = x_ptr + row * x_stride, residual_ptr + row * residual_stride
     dtype = x_ptr.dtype.element_ty
@@ -127,6 +134,8 @@ def _rms_norm(
             part = rounded.to(tl.float32)
         squares += part * part
     scale = tl.rsqrt(tl.sum(squares, axis=0) / COLUMNS + eps)
+    if OVERLAPS:
+        gdc_launch_dependents()
     for start in range(0, COLUMNS, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         there = columns < COLUMNS

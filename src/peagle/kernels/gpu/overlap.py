@@ -5,7 +5,8 @@ A kernel launched so may start when all programs of the kernel before it have sa
 when that kernel has ended and its writes can be seen. So a kernel's start hides behind the end of
 the last one: a seventh of the time of SmolLM2's layers with few rows on an H200. Said too early it
 does the opposite: kernels that wait pile up in front of the one that works (a step of 32 rows took
-twice as long). With many rows, where cuBLAS does the products, it gained nothing.
+twice as long). With many rows, where cuBLAS does the products, it gains nothing: cuBLAS lets
+nobody start early.
 
 Needs a GPU of Hopper's generation or later; Triton's interpreter knows nothing of it.
 """

@@ -12,10 +12,27 @@ import torch
 import triton
 from torch import Tensor
 
-from peagle.kernels.gpu.rejection_kernels import accept_kernel, draw_kernel, sums_kernel
-from peagle.kernels.plain.rejection import Verdict
+from peagle.kernels.gpu.rejection_kernels import (
+    accept_kernel,
+    coins_kernel,
+    draw_kernel,
+    sums_kernel,
+)
+from peagle.kernels.plain.rejection import Coins, Verdict
 
 _CHUNK = 1024  # sums depend on it: the same for any number of requests
+
+
+def rejection_coins(seeds: Tensor, outputs: Tensor, depth: int) -> Coins:
+    """As kernels/plain/rejection.py, bit for bit, in one kernel."""
+    batch = seeds.shape[0]
+    accept = torch.empty(batch, depth, dtype=torch.float64, device=seeds.device)
+    residual = torch.empty(batch, depth + 1, dtype=torch.float64, device=seeds.device)
+    depths = triton.next_power_of_2(depth + 1)
+    coins_kernel[(batch,)](
+        seeds.contiguous(), outputs.contiguous(), accept, residual, depth, DEPTHS=depths
+    )
+    return Coins(accept, residual)
 
 
 def verify_rejection(

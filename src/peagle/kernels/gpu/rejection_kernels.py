@@ -1,4 +1,4 @@
-"""The kernels of rejection.py: accept drafts, sum the bonus token's law by chunks, draw from it.
+"""The kernels of rejection.py: coins, accepted drafts, sums of the bonus token's law, its draw.
 
 Shapes: B requests, K draft tokens at most, V tokens, C chunks of the vocabulary. The laws are
 target_probs [B, K+1, V] and draft_probs [B, K, V], given with the strides of B and K.
@@ -9,10 +9,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from peagle.kernels.gpu.noise import ACCEPT_OFFSET, RESIDUAL_OFFSET, stream_uniform
 from peagle.kernels.plain.rejection import PADDING
 
 _NOWHERE = tl.constexpr(2**31 - 1)
 _PADDING = tl.constexpr(PADDING)
+
+
+@triton.jit
+def coins_kernel(seeds, outputs, accept, residual, depth, DEPTHS: tl.constexpr):
+    """Grid (B,). accept [B, K], residual [B, K+1]: coins of the positions from `outputs` [B] on."""
+    row = tl.program_id(0).to(tl.int64)
+    depths = tl.arange(0, DEPTHS)
+    seed, positions = tl.load(seeds + row), tl.load(outputs + row) + depths.to(tl.int64)
+    to_accept = stream_uniform(seed, positions, ACCEPT_OFFSET)
+    tl.store(accept + row * depth + depths, to_accept, mask=depths < depth)
+    to_draw = stream_uniform(seed, positions, RESIDUAL_OFFSET)
+    tl.store(residual + row * (depth + 1) + depths, to_draw, mask=depths <= depth)
 
 
 @triton.jit

@@ -14,7 +14,11 @@ from peagle.kernels.gpu.overlap import gdc_launch_dependents, gdc_wait, launch_o
 from peagle.kernels.gpu.tiles import power_of_two
 from peagle.kernels.rows import PagedRows
 
+# Few rows: many small programs, to fill the GPU. Many rows: a program for each, since starting
+# thousands of them takes longer than their work.
+FEW_ROWS = 64
 HEADS_PER_PROGRAM = 4
+MAX_HEADS_PER_PROGRAM = 16
 
 
 def rotate_and_write(
@@ -38,7 +42,10 @@ def rotate_and_write(
     assert qkv.dtype == keys.dtype == values.dtype
     assert all(t.is_contiguous() for t in (qkv, cos, sin, keys, values))
     q = torch.empty(qkv.shape[0], heads, dim, dtype=qkv.dtype, device=qkv.device)
-    grid = (qkv.shape[0], triton.cdiv(heads + 2 * kv_heads, HEADS_PER_PROGRAM))
+    block_heads = HEADS_PER_PROGRAM
+    if qkv.shape[0] > FEW_ROWS:
+        block_heads = min(power_of_two(heads + 2 * kv_heads), MAX_HEADS_PER_PROGRAM)
+    grid = (qkv.shape[0], triton.cdiv(heads + 2 * kv_heads, block_heads))
     if qkv.shape[0]:
         _rotate_and_write[grid](
             qkv,
@@ -56,10 +63,10 @@ def rotate_and_write(
             KV_HEADS=kv_heads,
             HALF=dim // 2,
             HAS_NORM=q_norm is not None,
-            BLOCK_H=HEADS_PER_PROGRAM,
+            BLOCK_H=block_heads,
             BLOCK_C=power_of_two(dim // 2),
             OVERLAPS=overlaps(qkv.shape[0]),
-            num_warps=1,
+            num_warps=max(block_heads // HEADS_PER_PROGRAM, 1),
             **launch_options(qkv.shape[0]),
         )
     return q

@@ -41,6 +41,11 @@ class Chosen(NamedTuple):
     usable: Tensor  # [R] bool, False where nothing can be chosen: NaN, +inf, or every logit -inf
 
 
+class Laws(NamedTuple):
+    probabilities: Tensor  # [R, V] float32
+    usable: Tensor  # [R] bool, as in Chosen
+
+
 def choose_tokens(
     logits: Tensor,
     rules: RowRules | None = None,
@@ -66,27 +71,33 @@ def choose_tokens(
     return Chosen(torch.where(usable, tokens, 0), usable)
 
 
-def draft_laws(
-    logits: Tensor,
-    rules: RowRules | None,
-    ids: Tensor | None,
-    vocab_size: int,
-    *,
-    filters: bool = True,
-) -> Tensor:
-    """The law that `choose_tokens` draws from, over the target's ids, float32 [R, vocab_size].
+def choose_with_laws(
+    logits: Tensor, rules: RowRules, ids: Tensor | None, laws: Tensor, *, filters: bool = True
+) -> Chosen:
+    """`choose_tokens`, and the law that each token was drawn from, written into `laws`.
 
-    One-hot where it does not draw: greedy rows, and rows that are not usable (token 0).
+    laws  # float32 [R, V] over the target's ids; rows may lie apart in memory
+
+    One-hot where nothing is drawn: greedy rows, and rows that are not usable (token 0).
     """
-    best, usable = choose_tokens(logits, None, ids)
-    laws = torch.nn.functional.one_hot(best, vocab_size).float()
-    if rules is not None:
-        rows = _sampled_rows(rules, usable)
-        filtered, _ = _filtered(logits, rules, rows, filters)
-        columns = torch.arange(vocab_size, device=logits.device) if ids is None else ids
-        drawn = torch.zeros(len(rows), vocab_size, device=logits.device)
-        laws[rows] = drawn.index_copy(1, columns, probabilities(filtered))
-    return laws
+    chosen = choose_tokens(logits, rules, ids, filters=filters)
+    rows = _sampled_rows(rules, chosen.usable)
+    filtered, _ = _filtered(logits, rules, rows, filters)
+    columns = torch.arange(laws.shape[1], device=laws.device) if ids is None else ids
+    drawn = laws.new_zeros(len(rows), laws.shape[1])
+    laws.zero_().scatter_(1, chosen.token_ids.unsqueeze(1), 1.0)
+    laws[rows] = drawn.index_copy(1, columns, probabilities(filtered))
+    return chosen
+
+
+def token_laws(logits: Tensor, rules: RowRules, *, filters: bool = True) -> Laws:
+    """The law of each row's token, without drawing one; one-hot as in `choose_with_laws`."""
+    best, usable = choose_tokens(logits)
+    rows = _sampled_rows(rules, usable)
+    filtered, _ = _filtered(logits, rules, rows, filters)
+    laws = torch.nn.functional.one_hot(best, logits.shape[1]).float()
+    laws[rows] = probabilities(filtered)
+    return Laws(laws, usable)
 
 
 def _sampled_rows(rules: RowRules, usable: Tensor) -> Tensor:

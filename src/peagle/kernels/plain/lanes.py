@@ -6,6 +6,7 @@ Shapes: B lanes of the batch, Q rows per lane, K draft tokens, H hidden.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.kernels.lane_state import LaneState, RowPlan, StepCounts
@@ -36,6 +37,8 @@ def begin_step(state: LaneState, lanes: Tensor, depth: int, max_draft_tokens: in
         num_draft_rows=torch.where(running, num_pending + (num_drafts - 1).clamp(min=0), 0),
         num_verify_rows=torch.where(running, num_drafts + 1, 0),
         num_outputs=num_tokens - state.num_prompt[lanes],
+        last_tokens=state.last_tokens[lanes],
+        pending_tokens=state.pending_tokens[lanes, : depth + 1],
     )
 
 
@@ -74,6 +77,17 @@ def expand_rows(
     is_real = torch.arange(width, device=real.device) < num_real[:, None]  # [B, W]
     rows[:, :width] = torch.where(is_real[..., None], real[:, :width], mask)
     return rows.flatten(0, 1)
+
+
+def embed_rows(
+    table: Tensor,  # [V, H]
+    token_ids: Tensor,  # [B, P]
+    num_real: Tensor,  # [B]
+    mask: Tensor,  # [H]
+    num_rows: int,
+) -> Tensor:
+    """`expand_rows` of the tokens' embeddings.  # [B * R, H]"""
+    return expand_rows(F.embedding(token_ids, table), num_real, mask, num_rows)
 
 
 def pick_rows(

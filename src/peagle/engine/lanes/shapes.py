@@ -1,0 +1,32 @@
+"""Which of few shapes a batch is filled up to, so that few graphs serve all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from peagle.engine.lanes.choosing import Sampling
+from peagle.engine.lanes.seats import Seat
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+def batch_size(count: int) -> int:
+    """The smallest of BATCH_SIZES that holds them; beyond, multiples of the largest."""
+    largest = BATCH_SIZES[-1]
+    if count > largest:
+        return -(-count // largest) * largest
+    return next(size for size in BATCH_SIZES if size >= count)
+
+
+def padded(num_items: int) -> int:
+    """The next power of two."""
+    return 1 << (num_items - 1).bit_length()
+
+
+def sampling_of(seats: Sequence[Seat]) -> Sampling:
+    """What a step must be able to do for these requests."""
+    params = [s.request.params for s in seats if not s.request.params.greedy]
+    if not params:
+        return "greedy"
+    filtered = any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params)
+    return "filtered" if filtered else "sampled"

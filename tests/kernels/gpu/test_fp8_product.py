@@ -1,0 +1,165 @@
+"""Products of few rows with 8-bit weights: every form against the plain twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from peagle.kernels.gpu import fp8
+from peagle.kernels.gpu.fp8_product import Form, few_rows_product
+from peagle.kernels.plain import fp8 as plain
+from peagle.kernels.plain.fp8 import FP8, Quantized
+
+FORMS = {
+    "plain": Form(16, 32, 32, 4, 2),
+    "early": Form(16, 32, 32, 4, 2, early=True),
+    "in parts": Form(16, 16, 32, 2, 2, splits=3),
+    "early parts": Form(16, 16, 32, 2, 2, splits=2, early=True),
+    "more parts than turns": Form(16, 16, 64, 2, 2, splits=4, early=True),
+    "outputs first": Form(16, 64, 32, 4, 2, outputs_first=True),
+    "outputs first, all": Form(32, 64, 32, 4, 2, splits=2, outputs_first=True, early=True),
+}
+SHAPES_OF_8B = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]
+SHARED_MEMORY = 99 * 1024  # bytes of a program on GPUs of capability 8.9
+
+
+class Case:
+    def __init__(
+        self,
+        rows: int,
+        outputs: int,
+        inputs: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        generator = torch.Generator(device).manual_seed(rows + outputs)
+        x, weight, bias = (
+            torch.randn(*shape, generator=generator, device=device).to(dtype)
+            for shape in ((rows, inputs), (outputs, inputs), (outputs,))
+        )
+        self.x, self.bias, self.dtype = x, bias, dtype
+        self.weight, self.scales = plain.quantize_rows(weight)
+
+    def ours(self, form: Form, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
+        values, scales = plain.quantize_rows(self.x[rows])
+        quantized = Quantized(values.to(torch.float16), scales)
+        sums = few_rows_product(quantized, self.weight, self.scales, bias, self.dtype, form)
+        return fp8.finish(sums)
+
+    def theirs(self, bias: Tensor | None) -> Tensor:
+        return plain.scaled_linear(self.x, self.weight, self.scales, bias)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 96), (48, 112), (80, 16)])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_every_form_agrees_with_the_twin(
+    name: str, rows: int, outputs: int, inputs: int, device: torch.device
+) -> None:
+    case = Case(rows, outputs, inputs, device)
+    for bias in (None, case.bias):
+        ours = case.ours(FORMS[name], bias)
+        torch.testing.assert_close(ours, case.theirs(bias), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["early", "in parts"])
+def test_a_product_is_rounded_before_its_bias_and_after_it(name: str, device: torch.device) -> None:
+    case = Case(16, 64, 96, device, torch.float16)
+    ours, theirs = case.ours(FORMS[name], case.bias), case.theirs(case.bias)
+    assert ours.dtype == torch.float16
+    # Not all: float32 sums of another order may round to the other side.
+    assert (ours == theirs).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_row_has_the_same_bits_alone_and_beside_others(name: str, device: torch.device) -> None:
+    case = Case(16, 48, 112, device)
+    together = case.ours(FORMS[name], case.bias)
+    for rows in (slice(0, 1), slice(3, 4), slice(2, 9), slice(15, 16)):
+        assert torch.equal(case.ours(FORMS[name], case.bias, rows), together[rows])
+
+
+@pytest.mark.parametrize("rows", [1, 20, 40])
+def test_scaled_linear_agrees_with_the_twin(rows: int, device: torch.device) -> None:
+    case = Case(rows, 48, 144, device)
+    arguments = (case.x, case.weight, case.scales, case.bias)
+    ours, theirs = fp8.scaled_linear(*arguments), plain.scaled_linear(*arguments)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_a_number_spoils_its_row_alone(bad: float, device: torch.device) -> None:
+    case = Case(3, 16, 32, device)
+    case.x[1, 5] = bad
+    for product in (fp8.scaled_linear, plain.scaled_linear):
+        is_number = torch.isfinite(product(case.x, case.weight, case.scales)).all(dim=1)
+        assert is_number.tolist() == [True, False, True]
+
+
+def test_no_rows_give_no_rows(device: torch.device) -> None:
+    case = Case(0, 48, 32, device)
+    assert fp8.scaled_linear(case.x, case.weight, case.scales, case.bias).shape == (0, 48)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES_OF_8B, (960, 576), (576, 1536)])
+def test_up_to_sixteen_rows_have_one_form(outputs: int, inputs: int) -> None:
+    assert len({fp8.choose_form(rows, outputs, inputs) for rows in range(1, 17)}) == 1
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES_OF_8B, (960, 576), (8192, 28672)])
+@pytest.mark.parametrize("rows", [1, 17, 33, 64])
+def test_a_form_holds_all_rows_and_fits_the_memory(rows: int, outputs: int, inputs: int) -> None:
+    form = fp8.choose_form(rows, outputs, inputs)
+    assert rows <= form.rows
+    turn = form.inputs * (form.outputs + 2 * form.rows)  # bytes of one turn of the loop
+    early = 2 * form.inputs * max(form.outputs, form.rows) if form.early else 0
+    # Where warp groups multiply, a turn's memory is held until it is done.
+    assert turn * (form.stages - (not form.outputs_first)) + early <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES_OF_8B)
+@pytest.mark.parametrize("rows", [1, 32])
+def test_every_multiprocessor_has_a_program_and_an_equal_part(
+    rows: int, outputs: int, inputs: int
+) -> None:
+    form = fp8.choose_form(rows, outputs, inputs)
+    assert outputs // form.outputs * form.splits >= 132
+    assert inputs % (form.splits * form.inputs) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 17, 64, 300])
+@pytest.mark.parametrize(("outputs", "inputs"), [(960, 576), (576, 1536), *SHAPES_OF_8B])
+def test_products_agree_up_to_the_rounding_of_bfloat16(
+    rows: int, outputs: int, inputs: int, device: torch.device
+) -> None:
+    case = Case(rows, outputs, inputs, device, torch.bfloat16)
+    ours = fp8.scaled_linear(case.x, case.weight, case.scales, case.bias).float()
+    exact = case.theirs(case.bias).float()
+    assert (ours - exact).norm() < 2**-7 * exact.norm()
+    torch.testing.assert_close(ours, exact, rtol=2**-6, atol=2**-8 * inputs**0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("outputs", "inputs"), [(960, 576), *SHAPES_OF_8B])
+def test_a_bfloat16_row_has_the_same_bits_alone_and_beside_others(
+    outputs: int, inputs: int, device: torch.device
+) -> None:
+    case = Case(16, outputs, inputs, device, torch.bfloat16)
+    together = fp8.scaled_linear(case.x, case.weight, case.scales)
+    for rows in (slice(0, 1), slice(3, 4), slice(2, 9), slice(15, 16)):
+        alone = fp8.scaled_linear(case.x[rows], case.weight, case.scales)
+        assert torch.equal(alone, together[rows])
+
+
+@pytest.mark.gpu
+def test_rows_as_8_bit_floats_are_taken_too(device: torch.device) -> None:
+    case = Case(8, 128, 512, device)
+    quantized = plain.quantize_rows(case.x)
+    assert quantized.values.dtype == FP8
+    form = Form(16, 64, 128, 4, 4, outputs_first=True)
+    sums = few_rows_product(quantized, case.weight, case.scales, None, torch.float32, form)
+    exact = case.theirs(None)
+    assert (fp8.finish(sums) - exact).norm() < 2**-7 * exact.norm()

@@ -1,0 +1,135 @@
+"""Laws written by kernels are those that tokens are drawn from, as `speculation` defines them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from peagle.kernels.gpu import choose as fast
+from peagle.kernels.plain import choose as plain
+from peagle.kernels.plain.choose import RowRules
+
+from .test_choose import (
+    DEVICE,
+    EXAMPLES,
+    IDS,
+    INF,
+    MIXED,
+    NAN,
+    ROWS,
+    SETTINGS,
+    Setting,
+    assert_same,
+    make_rules,
+    random_logits,
+)
+
+UNFILTERED: list[Setting] = [(heat, 0, 1.0, 0.0) for heat, *_ in MIXED]
+
+
+def law_of(module, logits: Tensor, rules: RowRules, ids=None, vocab_size=None, filters=True):
+    """The law that a module's draws have, over the target's ids. Written into rows that lie apart
+    and hold something else, as a step's do."""
+    shape = (len(logits), 2, vocab_size or logits.shape[1])
+    laws = torch.full(shape, NAN, device=logits.device)
+    module.choose_with_laws(logits, rules, ids, laws[:, 0], filters=filters)
+    assert laws[:, 1].isnan().all()
+    return laws[:, 0]
+
+
+@given(ROWS.filter(lambda row: max(row) > -INF), SETTINGS, st.booleans())
+@settings(max_examples=EXAMPLES)
+def test_the_law_keeps_what_the_definition_keeps(row, setting, reduced: bool) -> None:
+    logits = torch.tensor([row], dtype=torch.float32, device=DEVICE)
+    ids = IDS.to(DEVICE) if reduced else None
+    args = logits, make_rules([setting]), ids, 200 if reduced else 37
+    expected = law_of(plain, *args)
+    torch.testing.assert_close(law_of(fast, *args), expected)
+    assert abs(float(expected.sum()) - 1.0) < 1e-5
+
+
+@pytest.mark.parametrize("filters", [False, True])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_draws_and_laws_over_many_chunks_are_those_of_the_definition(
+    filters: bool, reduced: bool
+) -> None:
+    logits, rules = random_logits(4, 2500, 2.0), make_rules(MIXED if filters else UNFILTERED)
+    logits[2, 2400] = NAN
+    ids = torch.arange(2500, device=DEVICE) * 3 + 1 if reduced else None  # token 0 has no column
+    args = logits, rules, ids, 7600 if reduced else 2500, filters
+    laws = law_of(fast, *args)
+    torch.testing.assert_close(laws, law_of(plain, *args))
+    assert laws[2].nonzero().tolist() == [[0]]  # nothing can be drawn: the law of token 0
+    out = torch.empty_like(laws)
+    chosen = fast.choose_with_laws(logits, rules, ids, out, filters=filters)
+    assert_same(
+        chosen, plain.choose_tokens(logits, rules, ids, filters=filters), logits, rules, ids
+    )
+    assert (laws.gather(1, chosen.token_ids[:, None]) > 0).all()
+
+
+@pytest.mark.parametrize("filters", [False, True])
+def test_the_targets_laws_are_those_of_the_definition(filters: bool) -> None:
+    logits, rules = random_logits(4, 2500, 2.0), make_rules(MIXED if filters else UNFILTERED)
+    logits[3, 7] = INF
+    ours, theirs = (m.token_laws(logits, rules, filters=filters) for m in (fast, plain))
+    torch.testing.assert_close(ours.probabilities, theirs.probabilities)
+    assert ours.usable.tolist() == theirs.usable.tolist() == [True, True, True, False]
+    drawn = torch.empty_like(ours.probabilities)
+    fast.choose_with_laws(logits, rules, None, drawn, filters=filters)
+    assert torch.equal(drawn, ours.probabilities)
+
+
+def test_a_law_does_not_depend_on_its_neighbours() -> None:
+    logits, rules = random_logits(4, 1500), make_rules(MIXED)
+    together = fast.token_laws(logits, rules).probabilities
+    for row in (0, 1, 3):
+        own = RowRules(*(rule[row : row + 1] for rule in rules))
+        alone = fast.token_laws(logits[row : row + 1], own).probabilities
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize(
+    ("setting", "kept"),
+    [
+        ((1.0, 0, 1.0, 0.0), {0, 1, 2, 3, 4}),
+        ((1.0, 1, 1.0, 0.0), {1}),
+        ((1.0, 2, 1.0, 0.0), {1, 2, 3}),  # 2 and 3 tie at the border: both stay
+        ((1.0, 99, 1.0, 0.0), {0, 1, 2, 3, 4}),
+        ((1.0, 0, 0.45, 0.0), {1, 2}),  # 0.4 is short of it; of the tied 2 and 3 the lower id
+        ((1.0, 0, 1e-9, 0.0), {1}),
+        ((1.0, 0, 0.85, 0.0), {0, 1, 2, 3}),
+        ((1.0, 0, 1.0, 0.4), {1, 2, 3}),
+        ((1.0, 2, 0.45, 0.0), {1}),  # top-p on what top-k left: 0.5 reaches 0.45
+        ((1.0, 0, 0.45, 0.4), {1}),  # and on what min-p left
+    ],
+)
+def test_each_filter_keeps_what_it_should(setting: Setting, kept: set[int]) -> None:
+    logits = torch.tensor([[0.14, 0.4, 0.2, 0.2, 0.06]], device=DEVICE).log()
+    law = law_of(fast, logits, make_rules([setting]))
+    assert set(law[0].nonzero().flatten().tolist()) == kept
+
+
+def test_logits_that_only_temperature_makes_equal_are_equal() -> None:
+    """Top-k keeps ties of the scaled logits; the search runs on the unscaled ones."""
+    low = torch.tensor(1.9)
+    high = torch.nextafter(low, 2 * low)
+    logits = torch.full((1, 40), -1.0)
+    logits[0, [3, 5]] = torch.stack([low, high])
+    temperature = next(t for t in (1.5, 1.6, 1.7, 1.8) if low / t == high / t)
+    rules = make_rules([(temperature, 1, 1.0, 0.0)])
+    law = law_of(fast, logits.to(DEVICE), rules)
+    assert law[0].nonzero().flatten().tolist() == [3, 5]
+
+
+def test_greedy_and_broken_rows_have_a_law_of_one_token() -> None:
+    logits = random_logits(3, 40)
+    logits[1, 3] = NAN
+    rules = make_rules([(0.0, 5, 0.5, 0.1), (1.0, 5, 0.5, 0.1), (1.0, 0, 1.0, 0.0)])
+    laws = law_of(fast, logits, rules)
+    assert laws[0].nonzero().tolist() == [[int(logits[0].argmax())]]
+    assert laws[1].nonzero().tolist() == [[0]]
+    assert (laws[2] > 0).all()
