@@ -2,10 +2,11 @@
 
 A multiprocessor needs some 30 to 60 KB of weights under way to be fed. That decides the form: how
 many outputs a program has, how deep its loop is pipelined, and over how many programs a row's
-inputs are divided where the outputs alone would leave multiprocessors idle.
+inputs are divided where the outputs alone would leave multiprocessors idle. Outputs are the rows of
+the tensor cores' product: 64 of them and 4 warps are multiplied by Hopper's warp groups.
 
-Rows come as float16, which holds every FP8 number, and weights become float16 in the registers:
-products are exact and their sums float32. Hopper's own 8-bit units sum with some 14 bits.
+Hopper's 8-bit units keep fewer bits than float32, some 14, where they sum 32 products; these sums
+of 32 are added in float32. So results are near the plain twin's, not equal to them.
 
 Shapes: N rows, I inputs, O outputs, S parts of the inputs.
 """
@@ -32,11 +33,6 @@ class Form(NamedTuple):
     warps: int
     stages: int
     splits: int = 1  # S
-    # Which side of the tensor cores' product the outputs are: columns go with 16 or 32 rows; as
-    # its rows, 64 of them and 4 warps, they are multiplied by Hopper's warp groups.
-    outputs_first: bool = False
-    # Whether the first weights are asked for before the kernel ahead, which makes x, has ended.
-    early: bool = False
 
 
 def few_rows_product(
@@ -67,8 +63,6 @@ def few_rows_product(
             inputs,
             f.inputs * triton.cdiv(triton.cdiv(inputs, f.inputs), f.splits),
             HAS_BIAS=whole and bias is not None,
-            OUTPUTS_FIRST=f.outputs_first,
-            EARLY=f.early,
             BLOCK_ROWS=f.rows,
             BLOCK_OUTPUTS=f.outputs,
             BLOCK_INPUTS=f.inputs,
@@ -83,7 +77,7 @@ def few_rows_product(
 def _check(rows: Quantized, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
     """Our own mistakes: the kernel would read beyond the end, or something else."""
     outputs, inputs = weight.shape
-    assert weight.dtype == FP8
+    assert weight.dtype == rows.values.dtype == FP8
     assert rows.values.shape[1] == inputs
     assert inputs % 16 == 0  # 16 bytes are loaded at once
     assert scales.shape == (outputs, 1)
@@ -105,8 +99,6 @@ def _product(
     num_inputs,
     split_inputs,
     HAS_BIAS: tl.constexpr,
-    OUTPUTS_FIRST: tl.constexpr,
-    EARLY: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
@@ -121,30 +113,17 @@ def _product(
     first = split * split_inputs
     last = tl.minimum(first + split_inputs, num_inputs)
 
-    if EARLY:  # nobody writes weights: they may be on their way while the rows are still made
-        early = first + tl.arange(0, BLOCK_INPUTS)
-        early_weights = _load(weight_rows, early, column_there, last)
     if OVERLAPS:
         gdc_wait()
-    if EARLY:
-        early_x = _load(x_rows, early, row_there, last)
-        first += BLOCK_INPUTS
-
-    if OUTPUTS_FIRST:
-        total = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), dtype=tl.float32)
-    else:
-        total = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), dtype=tl.float32)
+    total = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), dtype=tl.float32)
     for start in range(first, last, BLOCK_INPUTS):
         k = start + tl.arange(0, BLOCK_INPUTS)
         x = _load(x_rows, k, row_there, last)
         weights = _load(weight_rows, k, column_there, last)
-        total = _add_product(total, x, weights, OUTPUTS_FIRST)
-    if EARLY:  # last, when it has long been there
-        total = _add_product(total, early_x, early_weights, OUTPUTS_FIRST)
+        total = tl.dot(weights, tl.trans(x), total, max_num_imprecise_acc=32)
     if OVERLAPS:
         gdc_launch_dependents()
-    if OUTPUTS_FIRST:
-        total = tl.trans(total)
+    total = tl.trans(total)
 
     row_scales = tl.load(row_scales_ptr + rows, mask=row_there, other=0.0)
     scales = tl.load(scales_ptr + columns, mask=column_there, other=0.0)
@@ -160,13 +139,3 @@ def _product(
 def _load(rows, k, row_there, last):
     there = row_there[:, None] & (k < last)[None, :]
     return tl.load(rows + k[None, :], mask=there, other=0.0)
-
-
-@triton.jit
-def _add_product(total, x, weights, OUTPUTS_FIRST: tl.constexpr):
-    # Where x is FP8 the 8-bit units do it; 32 at a time are summed in float32.
-    weights = weights.to(x.dtype)
-    if OUTPUTS_FIRST:
-        return tl.dot(weights, tl.trans(x), total, max_num_imprecise_acc=32)
-    else:
-        return tl.dot(x, tl.trans(weights), total, max_num_imprecise_acc=32)

@@ -15,21 +15,21 @@ from torch import Tensor
 
 from peagle.kernels.gpu.fp8_row_kernels import finish_row, quantize_gated_row, quantize_normed_row
 from peagle.kernels.gpu.overlap import launch_options, overlaps
-from peagle.kernels.plain.fp8 import LARGEST, SMALLEST_SCALE, Quantized, Sums
+from peagle.kernels.plain.fp8 import FP8, LARGEST, SMALLEST_SCALE, Quantized, Sums
 from peagle.kernels.plain.linear import Norm
 
 FINISH_COLUMNS = 1024  # of a program that only adds
 
 
-def quantize(x: Tensor, dtype: torch.dtype) -> Quantized:
-    """x [N, I] -> numbers of FP8 in `dtype`, FP8 or float16."""
-    return quantize_normed(Sums(x[None], None, x.dtype), None, None, dtype)[0]
+def quantize_rows(x: Tensor) -> Quantized:
+    """x [N, I]. A row's largest number becomes LARGEST."""
+    return quantize_normed(Sums(x[None], None, x.dtype), None, None)[0]
 
 
-def quantize_gated(gate_up: Tensor, dtype: torch.dtype) -> Quantized:
+def quantize_gated(gate_up: Tensor) -> Quantized:
     """silu(gate) * up, rounded to the type of gate_up [N, 2I], then quantised."""
     assert gate_up.stride(1) == 1
-    out = _empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype, gate_up.device)
+    out = _empty(gate_up.shape[0], gate_up.shape[1] // 2, gate_up.device)
     if gate_up.shape[0]:
         quantize_gated_row[(gate_up.shape[0],)](
             gate_up, *out, gate_up.stride(0), **_row_options(*out.values.shape)
@@ -38,19 +38,19 @@ def quantize_gated(gate_up: Tensor, dtype: torch.dtype) -> Quantized:
 
 
 def quantize_normed(
-    sums: Sums, residual: Tensor | None, norm: Norm | None, dtype: torch.dtype
+    sums: Sums, residual: Tensor | None, norm: Norm | None
 ) -> tuple[Quantized, Tensor]:
     """-> the norm of the product plus residual [N, O], quantised, and the sum itself [N, O].
 
     norm None: the sum is quantised as it is.
     """
-    parts, bias, summed_dtype = sums
+    parts, bias, dtype = sums
     splits, num_rows, columns = parts.shape
     _check(sums, residual)
     assert norm is None or (norm.weight.shape == (columns,) and norm.weight.is_contiguous())
-    out = _empty(num_rows, columns, dtype, parts.device)
+    out = _empty(num_rows, columns, parts.device)
     is_new = residual is not None or bias is not None or splits > 1
-    summed = torch.empty_like(parts[0], dtype=summed_dtype) if is_new else parts[0]
+    summed = torch.empty_like(parts[0], dtype=dtype) if is_new else parts[0]
     if num_rows:
         quantize_normed_row[(num_rows,)](
             parts,
@@ -114,8 +114,8 @@ def _row_options(num_rows: int, columns: int) -> dict[str, Any]:
     }
 
 
-def _empty(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Quantized:
-    values = torch.empty((rows, columns), dtype=dtype, device=device)
+def _empty(rows: int, columns: int, device: torch.device) -> Quantized:
+    values = torch.empty((rows, columns), dtype=FP8, device=device)
     return Quantized(values, torch.empty((rows, 1), dtype=torch.float32, device=device))
 
 

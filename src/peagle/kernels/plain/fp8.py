@@ -22,7 +22,7 @@ SMALLEST_SCALE = 1e-30  # a row of zeros stays one
 
 
 class Quantized(NamedTuple):
-    values: Tensor  # [N, I]: numbers that FP8 holds; a GPU may keep them in a wider type
+    values: Tensor  # [N, I] FP8
     scales: Tensor  # [N, 1] float32: what each row is multiplied with
 
 
