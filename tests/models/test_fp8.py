@@ -116,10 +116,10 @@ def test_a_module_that_was_bound_before_is_not_used_any_more() -> None:
     """Kernels and callers may have looked a module up: it must not compute with old weights."""
     model = target()
     old = model.layers[0].get_submodule("self_attn.qkv_proj")
-    address = old.get_parameter("weight").data_ptr()
+    weight = old.get_parameter("weight")  # held, so that nothing else gets its address
     quantize_linears(model)
     assert dict(old.named_parameters()) == {}
-    assert address not in {p.data_ptr() for p in model.parameters()}
+    assert weight.data_ptr() not in {p.data_ptr() for p in model.parameters()}
 
 
 def test_weights_stay_in_the_order_that_the_cpu_reads() -> None:
