@@ -167,9 +167,13 @@ class Bench:
         models = self.engine.models
         counts = models.ops.begin_step(models.state, step.inputs, depth, context + 1000)
         drafts = torch.zeros(batch, depth, dtype=torch.int64, device=self.device)
-        costs = {"verify_ms": milliseconds(lambda: step._verify(drafts, counts))}
+        choice = step._choosing(counts)
+        verify_ms = milliseconds(lambda: choice.judge(step._verify(drafts, counts)[0], drafts))
+        costs = {"verify_ms": verify_ms}
         if depth:
-            costs["draft_ms"] = milliseconds(lambda: step._propose(models.drafting, counts))
+            costs["draft_ms"] = milliseconds(
+                lambda: step._propose(models.drafting, counts, choice.draft)
+            )
 
         def whole() -> Tensor:
             state = models.state

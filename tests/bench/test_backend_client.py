@@ -77,3 +77,10 @@ def test_first_turns_become_tokens_once() -> None:
     for name in ("a", "a~2", "b"):
         assert prompter.prompt(Task(name, ("hi",)), ()).token_ids
     assert read == ["a", "b"]
+
+
+def test_prompts_that_others_opened_on_the_backend_are_not_reported() -> None:
+    backend = NullBackend()
+    backend.open(TokenizedPrompt(None, [1]), SamplingParams(max_tokens=3))
+    outcome = run(backend, Prompter(backend.get_tokenizer()))
+    assert sorted(len(record.counts) for record in outcome.records) == [2, 2, 40]

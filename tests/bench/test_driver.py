@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import pairwise
 
 import pytest
@@ -112,3 +113,13 @@ def test_ctrl_c_ends_the_run_and_keeps_it() -> None:
     outcome = run(client, tasks(3), Load(concurrency=1))
     assert isinstance(outcome.failure, KeyboardInterrupt)
     assert measure(outcome).errors == ["interrupted"]
+
+
+@pytest.mark.parametrize("dies_at", [None, 1])
+def test_objects_kept_from_the_collector_for_a_run_are_given_back(dies_at: int | None) -> None:
+    client, frozen = FakeClient(), list[int]()
+    client.step_seconds = lambda _: frozen.append(gc.get_freeze_count()) or 1.0  # type: ignore[func-returns-value]
+    client.dies_at = dies_at
+    run(client, tasks(2), Load(concurrency=1))
+    assert min(frozen) > 0
+    assert gc.get_freeze_count() == 0

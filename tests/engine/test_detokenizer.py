@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
-from peagle.engine.detokenizer import Detokenizer
+from peagle.engine.detokenizer import Detokenizer, decoder_of
+
+from .conftest import byte_tokenizer
 
 SPECIAL = 1000  # an id that decodes to "<end>" or to nothing
 
@@ -149,3 +153,24 @@ def test_a_tokenizer_that_drops_the_first_space_keeps_the_others() -> None:
 
     seen, _ = shown(Detokenizer(Words()), [1, 2, 3])
     assert seen == ["w1", "w1 w2", "w1 w2 w3", "w1 w2 w3"]
+
+
+@given(st.lists(st.integers(0, 261), max_size=12), st.booleans())
+def test_decoder_of_a_tokenizer_gives_its_text(token_ids: list[int], skip: bool) -> None:
+    tokenizer = byte_tokenizer()
+    decoder = decoder_of(tokenizer)
+    assert decoder is tokenizer.backend_tokenizer
+    expected = tokenizer.decode(token_ids, skip_special_tokens=skip)
+    assert decoder.decode(token_ids, skip_special_tokens=skip) == expected
+
+
+def test_a_tokenizer_that_changes_decoded_text_decodes_itself() -> None:
+    class Shouts(PreTrainedTokenizerFast):
+        def decode(self, *args: Any, **kwargs: Any) -> str:
+            return str(super().decode(*args, **kwargs)).upper()
+
+    cleans = byte_tokenizer()
+    cleans.clean_up_tokenization_spaces = True
+    shouts = Shouts(tokenizer_object=byte_tokenizer().backend_tokenizer)
+    for tokenizer in (cleans, shouts, ByteTokenizer()):
+        assert decoder_of(tokenizer) is tokenizer

@@ -21,7 +21,7 @@ class BackendClient:
 
     def __init__(self, backend: Backend, prompter: Prompter) -> None:
         self.backend, self.prompter = backend, prompter
-        self._open: dict[int, tuple[OpenPrompt, Call]] = {}
+        self._open: dict[OpenPrompt, Call] = {}
         self._coming: deque[tuple[Future[TokenizedPrompt], Call]] = deque()
         self._writer: ThreadPoolExecutor | None = None
 
@@ -38,17 +38,22 @@ class BackendClient:
         self._coming.append((coming, call))
 
     def wait(self, timeout: float | None) -> list[Update]:
-        refused = self._start_written()
+        updates = self._start_written()
         if not self._open:
-            if not refused:
+            if not updates:
                 time.sleep(timeout or 0.0)
-            return refused
+            return updates
         changed = self.backend.step()
         now = time.perf_counter()
-        return refused + [self._update(o, now) for o in changed if id(o) in self._open]
+        for opened in changed:
+            call = self._open.get(opened)
+            if call is not None:
+                ended = self._end(opened) if opened.finished else None
+                updates.append(Update(call, now, opened.num_output_tokens, ended))
+        return updates
 
     def cancel(self) -> None:
-        for opened, _ in self._open.values():
+        for opened in self._open:
             self.backend.abort(opened)
         self._open.clear()
         self._coming.clear()
@@ -69,20 +74,11 @@ class BackendClient:
 
     def _start(self, call: Call) -> None:
         opened = self.backend.open(call.prompt, call.params, streamed=True)
-        self._open[id(opened)] = (opened, call)
+        self._open[opened] = call
 
-    def _update(self, opened: OpenPrompt, now: float) -> Update:
-        call = self._open[id(opened)][1]
-        if not opened.finished:
-            return Update(call, now, opened.num_output_tokens)
-        del self._open[id(opened)]
+    def _end(self, opened: OpenPrompt) -> Answer:
+        del self._open[opened]
         output = opened.output()
         answer = output.outputs[0]
-        return Update(
-            call,
-            now,
-            len(answer.token_ids),
-            Answer(
-                answer.text, len(answer.token_ids), answer.token_ids, output.stats, answer.error
-            ),
-        )
+        tokens = answer.token_ids
+        return Answer(answer.text, len(tokens), tokens, output.stats, answer.error)

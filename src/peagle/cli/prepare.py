@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -148,6 +149,8 @@ def _embedded(
     from peagle.train.answers import EmbeddedAnswers
 
     llm = options.build_llm(model, engine.config(), drafter.config())
+    gc.collect()
+    gc.freeze()  # or each full collection looks through all libraries again while the GPU waits
     return EmbeddedAnswers(llm.engine, making.params)
 
 

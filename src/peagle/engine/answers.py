@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
-from peagle.engine.detokenizer import Detokenizer, StopMatch
+from peagle.engine.detokenizer import Detokenizer, StopMatch, Tokenizer
 from peagle.engine.engine import Engine, NewTokens
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.outputs import (
@@ -31,20 +31,26 @@ class Answer:
     stop_string: str | None = None
 
     def take(self, new: NewTokens, engine: Engine) -> None:
-        """Adds a step's tokens one by one: a stop string ends the answer at the token that
+        """Reads a step's tokens one by one: a stop string ends the answer at the token that
         completes it, as it would without speculation."""
-        shown = self._shown(new)
-        if not self.detokenizer.stop:
-            self.detokenizer.token_ids += shown
-        elif any(self._stop(self.detokenizer.append(token), engine) for token in shown):
-            return
+        if self.detokenizer.stop:
+            for token in self._shown(new.token_ids):
+                if self._stop(self.detokenizer.append(token), engine):
+                    return
         if self.request.finish_reason is not None:
             self._stop(self.detokenizer.finish(), engine)
 
-    def _shown(self, new: NewTokens) -> list[int]:
+    def text(self) -> str:
+        """Of a finished answer all, else what no later token can take back."""
+        if not self.detokenizer.stop:  # then `take` read none of the tokens
+            self.detokenizer.token_ids = self._shown(self.request.output_token_ids)
+        done = self.request.finish_reason is not None
+        return self.detokenizer.text if done else self.detokenizer.stable_text
+
+    def _shown(self, token_ids: list[int]) -> list[int]:
         """A token that ends the answer adds no text unless stops are included, as in vLLM."""
         ends = self.request.finish_reason == "stop" and not self.detokenizer.include_stop
-        return new.token_ids[:-1] if ends else new.token_ids
+        return token_ids[:-1] if ends else token_ids
 
     def _stop(self, match: StopMatch | None, engine: Engine) -> bool:
         if match is not None:
@@ -55,7 +61,8 @@ class Answer:
 
 @dataclass(eq=False)
 class PromptAnswers:
-    """All answers to one prompt."""
+    """All answers to one prompt. Hundreds of them take their part of each step: what is asked
+    of all is counted, not searched for."""
 
     request_id: str
     prompt: str | None
@@ -64,22 +71,24 @@ class PromptAnswers:
     answers: list[Answer]
     tokenizer: Any
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(monotonic()))
-
-    @property
-    def finished(self) -> bool:
-        # No generators here and below: a step asks every request, hundreds of times a second.
-        return None not in [a.request.finish_reason for a in self.answers]
-
-    @property
-    def num_output_tokens(self) -> int:
-        return sum([a.request.num_outputs for a in self.answers])
+    finished: bool = False
+    num_output_tokens: int = 0
 
     def take(self, new: NewTokens, engine: Engine) -> None:
-        (answer,) = [a for a in self.answers if a.request is new.request]
-        answer.take(new, engine)
-        if new.token_ids and self.metrics.first_token_time is None:
+        if not self.num_output_tokens and new.token_ids:
             self.metrics.first_token_time = monotonic()
-        if new.request.finish_reason is not None and self.finished:
+        self.num_output_tokens += len(new.token_ids)
+        if new.request.finish_reason is not None or self.params.stop:
+            self._read(new, engine)
+
+    def _read(self, new: NewTokens, engine: Engine) -> None:
+        """Takes tokens that end an answer, or whose text may: those behind it are dropped."""
+        (answer,) = [a for a in self.answers if a.request is new.request]
+        before = new.request.num_outputs
+        answer.take(new, engine)
+        self.num_output_tokens -= before - new.request.num_outputs
+        self.finished = all(a.request.finish_reason is not None for a in self.answers)
+        if self.finished:
             self.metrics.finished_time = monotonic()
 
     def output(self) -> RequestOutput:
@@ -98,15 +107,14 @@ class PromptAnswers:
         )
 
     def _completion(self, index: int, answer: Answer) -> CompletionOutput:
-        request, detokenizer = answer.request, answer.detokenizer
-        done = request.finish_reason is not None
+        request = answer.request
         reason: FinishReason | None = request.finish_reason
         logprobs = None
         if self.params.logprobs is not None:
             logprobs = [self._named(entry) for entry in request.logprobs]
         return CompletionOutput(
             index=index,
-            text=detokenizer.text if done else detokenizer.stable_text,
+            text=answer.text(),
             token_ids=request.output_token_ids,
             finish_reason=reason,
             stop_reason=answer.stop_string or request.stop_reason,
@@ -128,6 +136,7 @@ class PromptAnswers:
 def open_answers(
     engine: Engine,
     tokenizer: Any,
+    decoder: Tokenizer,
     request_id: str,
     prompt: str | None,
     prompt_token_ids: list[int],
@@ -141,7 +150,7 @@ def open_answers(
         request = engine.add_request(
             f"{request_id}-{index}", prompt_token_ids, params, bad_word_ids=bad_words, seed=seed
         )
-        answers.append(Answer(request, _detokenizer(tokenizer, params)))
+        answers.append(Answer(request, _detokenizer(decoder, params)))
     return PromptAnswers(request_id, prompt, prompt_token_ids, params, answers, tokenizer)
 
 
@@ -156,9 +165,9 @@ def bad_word_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     return sequences
 
 
-def _detokenizer(tokenizer: Any, params: SamplingParams) -> Detokenizer:
+def _detokenizer(decoder: Tokenizer, params: SamplingParams) -> Detokenizer:
     return Detokenizer(
-        tokenizer,
+        decoder,
         params.stop_strings,
         include_stop=params.include_stop_str_in_output,
         skip_special_tokens=params.skip_special_tokens,

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 REPLACEMENT = "\ufffd"  # what a decoder shows for an unfinished UTF-8 character
 
 
 class Tokenizer(Protocol):
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+def decoder_of(tokenizer: Any) -> Tokenizer:
+    """The Rust tokenizer that transformers decodes with, where it leaves the text as it is.
+    transformers checks every token's type first, which takes nearly as long as decoding."""
+    from transformers import PreTrainedTokenizerFast as Fast
+
+    own = type(tokenizer)
+    leaves_text_alone = (
+        isinstance(tokenizer, Fast)
+        and (own.decode, own._decode) == (Fast.decode, Fast._decode)
+        and not tokenizer.clean_up_tokenization_spaces
+    )
+    decoder: Tokenizer = tokenizer.backend_tokenizer if leaves_text_alone else tokenizer
+    return decoder
 
 
 class StopMatch(NamedTuple):
@@ -103,6 +118,8 @@ class Detokenizer:
         return self._decode(self._window, end)[len(before) :]
 
     def _decode(self, start: int, end: int) -> str:
+        if start == end:
+            return ""
         return self.tokenizer.decode(
             self.token_ids[start:end], skip_special_tokens=self.skip_special_tokens
         )

@@ -12,6 +12,7 @@ from peagle.checkpoints.targets import eos_token_ids
 from peagle.config import EngineConfig, SpeculativeConfig, from_mapping
 from peagle.engine.answers import PromptAnswers, open_answers
 from peagle.engine.build import build_engine
+from peagle.engine.detokenizer import decoder_of
 from peagle.engine.loading import choose_device, load_engine_target, load_speculation
 from peagle.engine.prompts import (
     Message,
@@ -20,6 +21,7 @@ from peagle.engine.prompts import (
     TokenizedPrompt,
     params_for,
 )
+from peagle.engine.request import Request
 from peagle.outputs import RequestOutput
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.statistics import SpecDecodeStats
@@ -44,6 +46,7 @@ class LLM:
         choose_device(config)  # a device that is not there is said before a model is fetched
         self.model_path: Path = resolve_model(model, revision=revision)
         self._tokenizer = load_tokenizer(self.model_path)
+        self._decoder = decoder_of(self._tokenizer)
         self._prompts = PromptReader(self._tokenizer)
         target = load_engine_target(self.model_path, config)
         self.engine = build_engine(
@@ -53,7 +56,7 @@ class LLM:
             speculation=load_speculation(speculative, target),
         )
         self._counter = itertools.count()
-        self._active: dict[str, PromptAnswers] = {}
+        self._active: dict[Request, PromptAnswers] = {}
 
     def generate(
         self,
@@ -154,31 +157,34 @@ class LLM:
         """Queues a prompt. `step` advances it, `abort` gives it up. `streamed` is the contract's:
         here every prompt is reported as it grows."""
         request_id = str(next(self._counter))
-        answers = open_answers(self.engine, self._tokenizer, request_id, *prompt, params)
+        answers = open_answers(
+            self.engine, self._tokenizer, self._decoder, request_id, *prompt, params
+        )
         for answer in answers.answers:
-            self._active[answer.request.request_id] = answers
+            self._active[answer.request] = answers
         return answers
 
     def step(self) -> list[PromptAnswers]:
         """Advances every open prompt; -> those that got something new, each once."""
-        changed: dict[int, PromptAnswers] = {}
+        changed: dict[PromptAnswers, None] = {}
         for new in self.engine.step():
-            answers = self._active[new.request.request_id]
+            answers = self._active[new.request]
             answers.take(new, self.engine)
-            changed[id(answers)] = answers
-        for answers in changed.values():
+            changed[answers] = None
+        for answers in changed:
             if answers.finished:
                 self._forget(answers)
-        return list(changed.values())
+        return list(changed)
 
     def abort(self, answers: PromptAnswers) -> None:
         for answer in answers.answers:
             self.engine.abort(answer.request)
+        answers.finished = True
         self._forget(answers)
 
     def _forget(self, answers: PromptAnswers) -> None:
         for answer in answers.answers:
-            self._active.pop(answer.request.request_id, None)
+            self._active.pop(answer.request, None)
 
     def _follow(
         self, prompt: TokenizedPrompt, params: SamplingParams

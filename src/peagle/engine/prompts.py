@@ -99,8 +99,8 @@ def check_tokens(
             hint="shorten the prompt, or raise max_model_len if the model allows",
         )
     named = [*prompt_token_ids, *params.logit_bias, *params.stop_token_ids]
-    wrong = next((t for t in named if not 0 <= t < vocab_size), None)
-    if wrong is not None:
+    if min(named) < 0 or max(named) >= vocab_size:  # quicker than to look at each
+        wrong = next(t for t in named if not 0 <= t < vocab_size)
         raise RequestError(
             f"token id {wrong} is not in the vocabulary of {vocab_size}",
             hint="was the text tokenized for another model?",

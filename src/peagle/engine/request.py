@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -51,7 +51,8 @@ class Request:
     # Rows the drafter has not run: the target's taps from position `draft_start` on.
     pending_taps: list[Tensor] = field(default_factory=list)
     draft_start: int = 0
-    outcomes: list[tuple[int, int]] = field(default_factory=list)  # drafted, kept; not in stats yet
+    # Steps that the engine counts by itself: (drafted, kept, times) of those not in `stats` yet.
+    take_outcomes: Callable[[], list[tuple[int, int, int]]] | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     _stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
 
@@ -60,10 +61,9 @@ class Request:
 
     @property
     def stats(self) -> SpecDecodeStats:
-        """Steps that were only noted down are counted here: that costs more than noting."""
-        for outcome, times in Counter(self.outcomes).items():
-            self._stats.observe(*outcome, times)
-        self.outcomes.clear()
+        if self.take_outcomes is not None:
+            for outcome in self.take_outcomes():
+                self._stats.observe(*outcome)
         self._stats.num_output_tokens = self.num_outputs
         return self._stats
 

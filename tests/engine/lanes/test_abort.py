@@ -14,7 +14,7 @@ from peagle.models.target import TargetModel
 
 from .. import tiny
 from ..tiny import GREEDY, Job
-from .lane_tiny import idle, lane_engine
+from .lane_tiny import at_lane, idle, lane_engine
 
 LONG = [n % tiny.VOCAB for n in range(60)]
 
@@ -64,7 +64,7 @@ def test_a_freed_lane_serves_the_next_request_while_old_steps_are_in_flight() ->
         engine.step()
     seat = engine.seating.seat_of(first)
     assert seat is not None
-    assert seat.in_flight == 1
+    assert at_lane(engine, "in_flight", seat) == 1
     engine.abort(first)
     second = engine.add_request("1", [8, 9], GREEDY)
     engine.step()

@@ -17,7 +17,7 @@ from peagle.models.target import TargetModel
 from .. import tiny
 from ..test_cache_after_rejection import HEADS, RecordingAttention
 from ..tiny import GREEDY, Job
-from .lane_tiny import Script, known, scripted_engine
+from .lane_tiny import Script, at_lane, known, scripted_engine
 
 TOLERANCE = 1e-10
 
@@ -80,8 +80,8 @@ def test_caches_and_pending_rows_equal_recomputation_after_every_step(name: str)
     pending = set()
     while engine.has_unfinished:
         engine.step()
-        for seat in engine.seating.seats:
-            if seat.num_computed:
+        for seat in engine.seating.seats.values():
+            if at_lane(engine, "num_computed", seat):
                 answer = answers[requests.index(seat.request)]
                 pending.add(check_lane(engine, network, seat, answer))
     assert len(pending) > 2  # steps that accepted none, some, all

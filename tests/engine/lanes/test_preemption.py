@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from peagle.engine.blocks import BlockAllocator
 from peagle.engine.kv_cache import slot_bytes
 from peagle.engine.lanes.clock import DeviceClock
-from peagle.engine.lanes.seats import Seat, Seating
+from peagle.engine.lanes.seats import Seating
+from peagle.engine.lanes.table import LaneTable
 from peagle.engine.request import Request
 from peagle.engine.runner import target_layout
 from peagle.models.drafter import Drafter
@@ -23,7 +24,7 @@ from peagle.speculation.statistics import SpecDecodeStats
 
 from .. import tiny
 from ..tiny import GREEDY, Job
-from .lane_tiny import Script, check_naive, idle, known, lane_engine, scripted_engine
+from .lane_tiny import Script, at_lane, check_naive, idle, known, lane_engine, scripted_engine
 
 LONGEST = 40
 
@@ -68,9 +69,10 @@ def test_a_request_is_sent_back_while_its_steps_are_in_flight() -> None:
     in_flight = 0
     while engine.has_unfinished:
         seat = engine.seating.seat_of(young)
+        before = 0 if seat is None else at_lane(engine, "in_flight", seat)
         engine.step()
         if seat is not None and seat.closed and young.finish_reason is None:
-            in_flight += seat.in_flight
+            in_flight += before
     assert in_flight > 0
     assert young.num_preemptions > 0
     check_naive(target(), [old, young], [Job([n + 1] * 10, GREEDY) for n in range(2)])
@@ -126,36 +128,34 @@ def test_reach_covers_what_the_device_writes_however_far_behind_the_host_is(
     length: int, max_tokens: int, k: int, accepted: list[int], behind: int
 ) -> None:
     """The device's own loop, with the host `behind` steps behind it."""
-    seat = Seat(request(length, max_tokens, k), 0, length + max_tokens, length, 0)
-    seat.num_computed = device = length
+    table, limit, device = LaneTable(1, k), length + max_tokens, length
+    table.limits[0], table.num_computed[0], table.per_step[0] = limit, length, k + 1
     unread: list[int] = []
     for kept in accepted:
-        if not seat.may_go_on:
-            assert device + 1 >= seat.limit or unread
+        if not table.ready()[0]:
+            assert device + 1 >= limit or unread
             break
-        running = device + 1 < seat.limit
-        drafts = max(min(k, seat.limit - device - 2), 0)
+        running = device + 1 < limit
+        drafts = max(min(k, limit - device - 2), 0)
         if running:
-            assert device + drafts + 1 <= seat.reach
+            assert device + drafts + 1 <= table.reach()[0]
         new = min(kept, drafts) + 1 if running else 0
         device += new
-        seat.in_flight += 1
+        table.in_flight[0] += 1
         unread.append(new)
         while len(unread) > behind:
-            seat.num_computed += unread.pop(0)
-            seat.in_flight -= 1
-    assert device < seat.limit
+            table.num_computed[0] += unread.pop(0)
+            table.in_flight[0] -= 1
+    assert device < limit
 
 
 def test_the_oldest_is_never_sent_back_for_a_younger() -> None:
     allocator = BlockAllocator(12, 1)
-    seating = Seating(allocator, 4, DeviceClock(SpecDecodeStats()))
+    seating = Seating(allocator, 4, 7, frozenset(), DeviceClock(SpecDecodeStats()))
     requests = [request(3, 20, 0) for _ in range(2)]
     seating.waiting.extend(requests)
     old, young = seating.admit()
-    for seat in (old, young):
-        seat.num_computed = seat.length
-    young.num_computed = 9
+    seating.table.num_computed[[old.lane, young.lane]] = old.length, 9
     seating.make_room(young)  # there is not enough: it goes itself
     assert young.closed
     assert not old.closed
@@ -165,7 +165,7 @@ def test_the_oldest_is_never_sent_back_for_a_younger() -> None:
 
 def test_admission_waits_for_blocks_and_keeps_the_order() -> None:
     allocator = BlockAllocator(10, 2)
-    seating = Seating(allocator, 4, DeviceClock(SpecDecodeStats()))
+    seating = Seating(allocator, 4, 7, frozenset(), DeviceClock(SpecDecodeStats()))
     long, short = request(30, 5, 0), request(1, 2, 0)
     seating.waiting.extend([long, short])
     assert seating.admit() == []

@@ -115,7 +115,7 @@ def run_some(engine: LaneEngine, count: int) -> None:
         engine.add_request(str(n), prompt, LONG)
     engine.step()
     engine.step()
-    assert len(engine.seating.ready()) == count
+    assert engine.seating.num_decoding == count
 
 
 def test_a_prompt_whose_request_ends_is_waited_for_before_its_blocks_are_used_again(

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from peagle.engine.lanes.caches import LaneModels
@@ -37,9 +39,9 @@ class Report:
             self._host.copy_(device_report, non_blocking=True)
         self.ended = Mark(device_report.device)
 
-    def rows(self) -> list[list[int]]:
+    def rows(self) -> NDArray[np.int64]:
         self.ended.wait()
-        rows: list[list[int]] = self._host.tolist()
+        rows: NDArray[np.int64] = self._host.numpy()
         return rows
 
 

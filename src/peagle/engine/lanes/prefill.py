@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from peagle.engine.lanes.seats import Seat
-from peagle.engine.lanes.steps import PREFILL_ITEM, PrefillInputs, empty_prefill
+from peagle.engine.lanes.steps import PREFILL_ITEM, empty_prefill
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Chunk:
 
 
 def next_chunks(seats: Sequence[Seat], max_items: int) -> list[Chunk]:
-    """What fits in one step, the oldest first. Only whole items are left for later."""
+    """What fits in one step, the oldest seat first. Only whole items are left for later."""
     chunks = []
     for seat in seats:
         left = seat.length - seat.num_prefilled
@@ -43,27 +44,30 @@ def next_chunks(seats: Sequence[Seat], max_items: int) -> list[Chunk]:
 
 def prefill_inputs(chunks: Sequence[Chunk], num_items: int, dummy_lane: int) -> Tensor:
     """One int64 tensor in the order of PrefillInputs, padded to `num_items`."""
-    packed, fields = empty_prefill(num_items, dummy_lane)
+    packed, tensors = empty_prefill(num_items, dummy_lane)
+    fields = [tensor.numpy() for tensor in tensors]  # the same memory, quicker to write to
     item = 0
     for n, chunk in enumerate(chunks):
         _fill(fields, chunk, item)
         if chunk.is_final:
-            fields.final_rows[n] = item * PREFILL_ITEM + chunk.count - 1
-            fields.final_lanes[n] = chunk.seat.lane
-            fields.final_lengths[n] = chunk.seat.length
+            final_rows, final_lanes, final_lengths = fields[-3:]
+            final_rows[n] = item * PREFILL_ITEM + chunk.count - 1
+            final_lanes[n] = chunk.seat.lane
+            final_lengths[n] = chunk.seat.length
         item += chunk.num_items
     return packed
 
 
-def _fill(fields: PrefillInputs, chunk: Chunk, item: int) -> None:
+def _fill(fields: Sequence[NDArray[np.int64]], chunk: Chunk, item: int) -> None:
+    token_ids, next_ids, lanes, starts, counts, draft_counts = fields[:6]
     tokens = chunk.seat.request.token_ids
     row, end = item * PREFILL_ITEM, chunk.first + chunk.count
-    fields.token_ids[row : row + chunk.count] = torch.tensor(tokens[chunk.first : end])
+    token_ids[row : row + chunk.count] = tokens[chunk.first : end]
     known = tokens[chunk.first + 1 : end + 1]  # one fewer where the prompt ends
-    fields.next_ids[row : row + len(known)] = torch.tensor(known, dtype=torch.int64)
+    next_ids[row : row + len(known)] = known
     items = slice(item, item + chunk.num_items)
-    offsets = torch.arange(chunk.num_items) * PREFILL_ITEM
-    fields.lanes[items] = chunk.seat.lane
-    fields.starts[items] = chunk.first + offsets
-    fields.counts[items] = (chunk.count - offsets).clamp(max=PREFILL_ITEM)
-    fields.draft_counts[items] = (len(known) - offsets).clamp(0, PREFILL_ITEM)
+    offsets = np.arange(chunk.num_items) * PREFILL_ITEM
+    lanes[items] = chunk.seat.lane
+    starts[items] = chunk.first + offsets
+    counts[items] = np.minimum(chunk.count - offsets, PREFILL_ITEM)
+    draft_counts[items] = np.clip(len(known) - offsets, 0, PREFILL_ITEM)

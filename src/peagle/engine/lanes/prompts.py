@@ -61,7 +61,7 @@ class Prompts:
     def launch(self) -> Beside | None:
         """Starts the next one if it is time. -> the step, joined already, where nothing decodes
         that it could run beside."""
-        chunks = [] if self._beside else next_chunks(self.seating.seats, self._max_items)
+        chunks = [] if self._beside else next_chunks(self.seating.prompting, self._max_items)
         if not chunks or not self._is_time(chunks):
             return None
         # Reports are in the order of chunks; those that end no prompt have nothing to say.
@@ -69,11 +69,11 @@ class Prompts:
         assert all(finals[:-1]), "only the last chunk may leave a prompt unfinished"
         num_rows = sum(c.num_items for c in chunks) * PREFILL_ITEM
         self._beside = Beside(chunks, self._start(chunks), -(-num_rows // ROWS_BESIDE_A_STEP))
-        return None if self.seating.decodes else self._join()
+        return None if self.seating.num_decoding else self._join()
 
     def _is_time(self, chunks: Sequence[Chunk]) -> bool:
         self._waited += 1
-        num_decoding = len(self.seating.ready())
+        num_decoding = self.seating.num_decoding
         is_full = sum(c.num_items for c in chunks) == self._max_items
         is_time = self._waited > PATIENCE or is_full or len(chunks) >= MANY * num_decoding
         if is_time:
@@ -85,7 +85,7 @@ class Prompts:
         if self._beside is None:
             return None
         self._beside.steps_left -= 1
-        is_time = self._beside.steps_left <= 0 or not self.seating.decodes
+        is_time = self._beside.steps_left <= 0 or not self.seating.num_decoding
         return self._join() if is_time else self.join_if_it_must()
 
     def join_if_it_must(self) -> Beside | None:
@@ -95,10 +95,12 @@ class Prompts:
         state = self.steps.models.state
         write_blocks(state, [c.seat for c in chunks])
         num_items = padded(sum(c.num_items for c in chunks))
-        sampling = sampling_of([c.seat for c in chunks if c.is_final])
+        sampling = sampling_of(c.seat.request.params for c in chunks if c.is_final)
         shape = PrefillShape(num_items, sampling, self._by_rejection(sampling))
         report = self.steps.prefill(shape, prefill_inputs(chunks, num_items, state.dummy))
         for chunk in chunks:
+            if chunk.is_final:
+                self.seating.prompting.remove(chunk.seat)
             chunk.seat.num_prefilled += chunk.count
         return report
 
@@ -108,5 +110,6 @@ class Prompts:
         joined, self._beside = self._beside, None
         self.steps.join_prefill()
         for seat in joined.ended:
-            seat.num_computed = seat.length
+            if not seat.closed:
+                self.seating.table.num_computed[seat.lane] = seat.length
         return joined

@@ -1,62 +1,63 @@
-"""The host's side of the lanes: who sits where, which blocks they hold, what is in flight.
-
-The host launches steps before it has read the last ones, so it knows a lane's position only as a
-range: at least one token per step in flight, at most K + 1.
-"""
+"""Who sits in which lane, and which blocks they hold."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
 
 from peagle.engine.blocks import BlockAllocator
 from peagle.engine.lanes.clock import DeviceClock, Shares
+from peagle.engine.lanes.shapes import SAMPLINGS, sampling_of
+from peagle.engine.lanes.table import Lanes, LaneTable
 from peagle.engine.request import Request, Status
+
+# Blocks taken at a time while there are plenty, so that the host does it less often.
+BLOCKS_AHEAD = 4
 
 
 @dataclass(eq=False)
 class Seat:
+    """A request in a lane. What changes with every step is in the table."""
+
     request: Request
     lane: int
-    limit: int  # tokens at which the request ends, prompt included
+    serial: int
     length: int  # tokens known when it was seated: the prompt, or more after preemption
-    capacity: int  # tokens that its blocks hold
     num_prefilled: int = 0  # of these, how many were launched
-    num_computed: int = 0  # what the last report read leaves computed on the device
-    in_flight: int = 0  # decode steps launched and not read
-    num_written_blocks: int = 0  # how much of its table the device has
+    num_written_blocks: int = 0  # how much of its block table the device has
     closed: bool = False  # ended or preempted: reports still in flight are not for it
     began: Shares | None = None  # the clock when its first token was read
-
-    @property
-    def may_go_on(self) -> bool:
-        """Its prompt is done, and the steps in flight are not sure to reach the end."""
-        computed = self.num_computed
-        return 0 < computed < self.limit - 1 - self.in_flight
-
-    @property
-    def reach(self) -> int:
-        """Tokens that the cache may hold after one more decode step."""
-        per_step = self.request.num_speculative_tokens + 1
-        return min(self.num_computed + (self.in_flight + 1) * per_step, self.limit)
 
 
 class Seating:
     """First come, first served; the youngest is sent back when blocks run out."""
 
-    def __init__(self, allocator: BlockAllocator, num_lanes: int, clock: DeviceClock) -> None:
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        num_lanes: int,
+        max_drafts: int,
+        eos_token_ids: frozenset[int],
+        clock: DeviceClock,
+    ) -> None:
         self.allocator, self.clock = allocator, clock
+        self.table = LaneTable(num_lanes, max_drafts)
         self.waiting: deque[Request] = deque()
-        self.seats: list[Seat] = []  # in order of admission
+        self.seats: dict[int, Seat] = {}  # by lane, in order of admission
+        self.prompting: list[Seat] = []  # those with prompt rows that were not launched
+        self._eos_token_ids = eos_token_ids
+        self._num_admitted = 0
         self._free_lanes = list(range(num_lanes))[::-1]
 
     def seat_of(self, request: Request) -> Seat | None:
-        return next((s for s in self.seats if s.request is request), None)
+        return next((s for s in self.seats.values() if s.request is request), None)
 
     @property
-    def decodes(self) -> bool:
-        return any(seat.may_go_on for seat in self.seats)
+    def num_decoding(self) -> int:
+        return int(self.table.ready().sum())
 
     def admit(self) -> list[Seat]:
         """Seats waiting requests while a lane and blocks for all their known tokens are free."""
@@ -71,44 +72,70 @@ class Seating:
                 break
             self.waiting.popleft()
             request.table, request.status = table, Status.RUNNING
-            lane, length = self._free_lanes.pop(), request.num_tokens
-            seat = Seat(request, lane, limit, length, table.capacity)
-            self.seats.append(seat)
-            admitted.append(seat)
+            admitted.append(self._sit(request, limit))
         return admitted
+
+    def _sit(self, request: Request, limit: int) -> Seat:
+        self._num_admitted += 1
+        seat = Seat(request, self._free_lanes.pop(), self._num_admitted, request.num_tokens)
+        table, lane = self.table, seat.lane
+        assert request.table is not None
+        table.serials[lane] = seat.serial
+        table.limits[lane] = limit
+        table.capacity[lane] = request.table.capacity
+        table.per_step[lane] = request.num_speculative_tokens + 1
+        table.sampling[lane] = SAMPLINGS.index(sampling_of([request.params]))
+        table.ends_early[lane] = not request.stop_token_ids <= self._eos_token_ids
+        request.take_outcomes = partial(table.take_outcomes, lane)
+        self.seats[lane] = seat
+        self.prompting.append(seat)
+        return seat
 
     def make_room_for_step(self) -> list[Seat]:
         """Blocks for one more step of all that decode; may send the youngest seats back.
         -> those that have got some."""
-        short = [s for s in self.seats if s.may_go_on and s.reach > s.capacity]
-        for seat in short:
+        table = self.table
+        short = np.flatnonzero(table.ready() & (table.reach() > table.capacity))
+        seats = sorted((self.seats[lane] for lane in short.tolist()), key=lambda s: s.serial)
+        for seat in seats:
             self.make_room(seat)
-        return [s for s in short if not s.closed]
+        return [seat for seat in seats if not seat.closed]
 
     def make_room(self, seat: Seat) -> None:
         """Blocks for one more step of this seat, unless it is sent back itself."""
+        lane = slice(seat.lane, seat.lane + 1)
+        reach, limit = int(self.table.reach(lane)[0]), int(self.table.limits[seat.lane])
         while not seat.closed:
-            table = seat.request.table
-            assert table is not None
-            if self.allocator.grow(table, seat.reach):
-                seat.capacity = table.capacity
+            blocks = seat.request.table
+            assert blocks is not None
+            ahead = 0
+            if self.allocator.num_free > 2 * BLOCKS_AHEAD * len(self.seats):
+                ahead = (BLOCKS_AHEAD - 1) * self.allocator.block_size
+            if self.allocator.grow(blocks, min(reach + ahead, limit)):
+                self.table.capacity[seat.lane] = blocks.capacity
                 return
-            self._send_back(self.seats[-1])
+            self._send_back(next(reversed(self.seats.values())))
 
-    def ready(self) -> Sequence[Seat]:
-        return [s for s in self.seats if s.may_go_on]
+    def ready_lanes(self) -> Lanes:
+        return np.flatnonzero(self.table.ready())
 
     def close(self, seat: Seat) -> None:
         """Frees the lane and the blocks. What is in flight still runs before whoever comes next."""
         assert not seat.closed
-        seat.closed = True
-        self.seats.remove(seat)
-        self._free_lanes.append(seat.lane)
+        request = seat.request
+        stats = request.stats  # with the outcomes that the table has
+        request.take_outcomes = None
         if seat.began is not None:
-            self.clock.shares.add_to(seat.request.stats, since=seat.began)
-        if seat.request.table is not None:
-            self.allocator.close_table(seat.request.table)
-            seat.request.table = None
+            self.clock.shares.add_to(stats, since=seat.began)
+        seat.closed = True
+        del self.seats[seat.lane]
+        if seat in self.prompting:
+            self.prompting.remove(seat)
+        self.table.clear(seat.lane)
+        self._free_lanes.append(seat.lane)
+        if request.table is not None:
+            self.allocator.close_table(request.table)
+            request.table = None
 
     def _send_back(self, seat: Seat) -> None:
         """Tokens in flight are lost and computed again: the same, or, by rejection, others of the

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import get_args
 
 from peagle.engine.lanes.choosing import Sampling
-from peagle.engine.lanes.seats import Seat
+from peagle.sampling_params import SamplingParams
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+SAMPLINGS: tuple[Sampling, ...] = get_args(Sampling)  # each includes the one before it
 
 
 def batch_size(count: int) -> int:
@@ -23,9 +25,9 @@ def padded(num_items: int) -> int:
     return 1 << (num_items - 1).bit_length()
 
 
-def sampling_of(seats: Sequence[Seat]) -> Sampling:
-    """What a step must be able to do for these requests."""
-    params = [s.request.params for s in seats if not s.request.params.greedy]
+def sampling_of(requests: Iterable[SamplingParams]) -> Sampling:
+    """What a step must be able to do for these."""
+    params = [p for p in requests if not p.greedy]
     if not params:
         return "greedy"
     filtered = any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params)

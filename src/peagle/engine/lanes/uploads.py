@@ -18,7 +18,7 @@ def open_lanes(state: LaneState, seats: Sequence[Seat]) -> None:
     requests = [seat.request for seat in seats]
     integers = [
         [seat.lane for seat in seats],
-        [seat.limit for seat in seats],
+        [len(r.prompt_token_ids) + r.max_tokens for r in requests],
         [len(r.prompt_token_ids) for r in requests],
         [r.num_speculative_tokens for r in requests],
         [max(r.params.top_k, 0) for r in requests],

@@ -15,7 +15,7 @@ from torch import Tensor
 # Of the GPU's `fused_linear`; beyond, cuBLAS is ahead.
 MAX_FUSED_ROWS = 256
 # Of those with a norm inside: with more rows it costs the product more than a launch.
-MAX_NORMED_ROWS = 32
+MAX_NORMED_ROWS = 16
 MAX_FUSED_WEIGHT = 4_000_000  # elements of one matrix
 
 

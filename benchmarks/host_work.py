@@ -1,0 +1,126 @@
+"""What the host does for each request in each step of a GPU engine, with the device's steps faked.
+
+    python benchmarks/host_work.py --out benchmarks/results/host_work_cpu.json
+
+The engine for GPUs runs on the CPU here, and its steps return made-up tokens at once: what remains
+is Python. While a real step runs, the host has that step's time for all requests in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peagle.bench.backend_client import BackendClient
+from peagle.bench.driver import Load, drive
+from peagle.bench.prompter import Prompter
+from peagle.bench.workloads import load_workload
+from peagle.config import EngineConfig
+from peagle.engine.blocks import BlockAllocator
+from peagle.engine.lanes.engine import LaneEngine
+from peagle.engine.lanes.graphs import Mark, Report, Steps
+from peagle.engine.lanes.steps import DecodeShape, PrefillShape
+from peagle.engine.llm import LLM
+from peagle.files import write_json
+from peagle.kernels.plain.lanes import HEADER
+from peagle.provenance import provenance
+from peagle.sampling_params import SamplingParams
+
+MEMORY = 4 << 30  # bytes of cache that nobody fills
+TOKEN = 260  # ends nothing
+PER_STEP = 4  # tokens that a step with drafts gives
+
+
+class FakedSteps(Steps):
+    """Each lane says PER_STEP tokens a step, or one where nothing is drafted."""
+
+    def decode(self, shape: DecodeShape, lanes: Sequence[int]) -> Report:
+        rows = torch.full((shape.batch, HEADER + shape.depth + 1), TOKEN)
+        rows[:, 0], rows[:, 1], rows[:, 2] = min(PER_STEP, shape.depth + 1), shape.depth, 0
+        return Report(rows, Mark(rows.device))
+
+    def prefill(self, shape: PrefillShape, inputs: Tensor) -> Report:
+        rows = torch.tensor([[TOKEN, 0]]).expand(shape.num_items, 2)
+        return Report(rows, Mark(rows.device))
+
+
+def faked_llm(streams: int, depth: int) -> LLM:
+    head = {"model": "smollm2-135m-p-eagle", "num_speculative_tokens": depth}
+    sizes = {"max_num_seqs": streams, "max_model_len": 1024, "kv_cache_memory_bytes": MEMORY}
+    llm = LLM("smollm2-135m", speculative_config=head if depth else None, **sizes)
+    engine = LaneEngine(
+        llm.engine.target,
+        EngineConfig(**sizes, max_num_batched_tokens=2048),
+        eos_token_ids=sorted(llm.engine.eos_token_ids),
+        speculation=llm.engine.speculation,
+    )
+    engine.steps = engine._prompts.steps = FakedSteps(engine.models)
+    # Blocks as on a GPU, where they need not follow each other.
+    blocks = BlockAllocator(engine.allocator.num_blocks, 16, contiguous=False)
+    engine.allocator = engine.seating.allocator = blocks
+    llm.engine = engine
+    return llm
+
+
+def measure(streams: int, depth: int, max_tokens: int) -> dict[str, Any]:
+    llm = faked_llm(streams, depth)
+    client = BackendClient(llm, Prompter(llm.get_tokenizer()))
+    tasks = load_workload("offline").first(4 * streams)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    seconds = []
+    for _ in range(4):
+        begun = perf_counter()
+        outcome = drive(client, tasks, Load(concurrency=streams), lambda task, turn: params)
+        seconds.append(perf_counter() - begun)
+    updates = sum(len(record.counts) for record in outcome.records)
+    prompts = [client.prompt(task, ()).token_ids for task in tasks]
+    engine = min(_engine_alone(llm, prompts, params, streams) for _ in range(4))
+    best = min(seconds)
+    return {
+        "streams": streams,
+        "K": depth,
+        "answers": len(tasks),
+        "updates": updates,  # requests times steps
+        "us_per_update": best / updates * 1e6,
+        "us_per_update_engine_alone": engine / updates * 1e6,
+        "ms_per_step": best / updates * streams * 1e3,
+    }
+
+
+def _engine_alone(
+    llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, streams: int
+) -> float:
+    engine, waiting = llm.engine, list(enumerate(prompts))[::-1]
+    begun, running = perf_counter(), 0
+    while waiting or running:
+        while waiting and running < streams:
+            number, prompt = waiting.pop()
+            engine.add_request(str(number), prompt, params)
+            running += 1
+        running -= sum(new.request.finish_reason is not None for new in engine.step())
+    return perf_counter() - begun
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--streams", type=int, default=128)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    cells = [measure(args.streams, depth, args.max_tokens) for depth in (0, 7)]
+    for cell in cells:
+        print(json.dumps(cell))
+    if args.out:
+        document = {"cells": cells, "provenance": provenance(probe_torch=True)}
+        write_json(args.out, document)
+
+
+if __name__ == "__main__":
+    main()
