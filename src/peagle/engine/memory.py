@@ -22,7 +22,8 @@ from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 
 CPU_CACHE_BYTES = 2 << 30  # an upper bound: the system hands out pages as they are written first
-# Estimates. Graphs keep their passes' memory beside that of passes outside of graphs.
+# Estimates. Graphs keep their passes' memory, decode and prefill apart, beside that of passes
+# outside of graphs. Their warm-ups keep theirs too: LOGIT_BYTES is generous enough for both.
 POOLS = 2
 WORKSPACE_BYTES = 512 << 20  # the libraries' workspaces, loaded kernels, the graphs themselves
 # float32 logits, filtered, sorted with their places, probabilities, noise; or in lanes, by

@@ -75,6 +75,7 @@ class LaneEngine(Engine):
         for _ in range(num_earlier if launched else len(self._in_flight)):
             news += self._read_next()
         if not self.has_unfinished:
+            self._in_flight.clear()  # what still runs is nobody's
             self.clock.pause()
             self.allocator.check([])
         return news

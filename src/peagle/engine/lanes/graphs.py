@@ -7,7 +7,9 @@ host waits for nothing until it reads a report.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -100,7 +102,7 @@ class GraphedStep:
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         # Not `torch.cuda.graph`: it collects all of Python's garbage before each capture.
-        with torch.cuda.stream(queue.capturing):
+        with torch.cuda.stream(queue.capturing), _no_collection():
             for _ in range(WARM_UPS):
                 step()
             self._graph.capture_begin(pool=queue.pool)
@@ -117,6 +119,18 @@ class GraphedStep:
         begun = Mark(self._report.device)
         self._graph.replay()
         return Report(self._report, begun)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage may hold events or graphs, which must not be freed while another is captured."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Steps:
