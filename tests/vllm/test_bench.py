@@ -24,7 +24,8 @@ def test_grid_of_vllm_measures_acceptance_and_finds_the_same_answers(
     rows = [{"id": f"p{n}", "turns": [f"abc {n}", "and"]} for n in range(3)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     drafters = ("--spec-model", str(head), "--spec-tokens", "3", "--backend", "vllm")
-    work = ("--workload", str(prompts), "--max-tokens", "12", "--ignore-eos", "--concurrency", "2")
+    work = ("--workload", str(prompts), "--max-tokens", "12", "--ignore-eos")
+    work += ("--concurrency", "2", "--answers-per-stream", "1")
     out = ("--gpu-memory-utilization", "0.15", "--out", str(tmp_path / "out"), "--json")
     assert main(["bench", str(target), *SMALL, *drafters, *work, *out]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
