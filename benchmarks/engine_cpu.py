@@ -30,7 +30,7 @@ from peagle.checkpoints.targets import load_target
 from peagle.config import EngineConfig
 from peagle.engine.engine import Engine, Speculation
 from peagle.files import write_json
-from peagle.models.drafter import Draft, DraftBatch, SequenceDraft
+from peagle.models.drafter import CacheLayout, Draft, DraftBatch, SequenceDraft
 from peagle.provenance import provenance
 from peagle.sampling_params import SamplingParams
 
@@ -47,9 +47,9 @@ class OracleDrafter:
 
     method = "oracle"
     tap_layers: tuple[int, ...] = ()
-    cache_layout = None
+    cache_layout: CacheLayout | None = None
     max_speculative_tokens = 64
-    max_positions = None
+    max_positions: int | None = None
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens  # prompt and answer

@@ -53,7 +53,11 @@ class FakedSteps(Steps):
 
 def faked_llm(streams: int, depth: int) -> LLM:
     head = {"model": "smollm2-135m-p-eagle", "num_speculative_tokens": depth}
-    sizes = {"max_num_seqs": streams, "max_model_len": 1024, "kv_cache_memory_bytes": MEMORY}
+    sizes: dict[str, Any] = {
+        "max_num_seqs": streams,
+        "max_model_len": 1024,
+        "kv_cache_memory_bytes": MEMORY,
+    }
     llm = LLM("smollm2-135m", speculative_config=head if depth else None, **sizes)
     engine = LaneEngine(
         llm.engine.target,

@@ -28,7 +28,7 @@ from peagle.models.head_config import HeadConfig
 from peagle.provenance import provenance
 from peagle.train.attention import attention_for
 from peagle.train.cod import retentions
-from peagle.train.features import Features, StoredStates
+from peagle.train.features import Features, Fetched, StoredStates
 from peagle.train.losses import ChunkedLoss
 from peagle.train.memory import fixed_bytes, row_bytes
 from peagle.train.objective import DraftModel, PEaglePlanner, PlannedRow
@@ -52,7 +52,7 @@ class RandomFeatures:
     def fetch(self, row: PackedRow) -> StoredStates | None:
         return None
 
-    def __call__(self, row: PackedRow, fetched: StoredStates | None = None) -> Features:
+    def __call__(self, row: PackedRow, fetched: Fetched = None) -> Features:
         tokens = row.token_ids.to(self.taps.device)
         return Features(tokens.roll(-1), self.taps, self.states)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step_costs import Bench, drafters_for, milliseconds
+from step_costs import Bench, drafters_for, milliseconds, timers
 from torch.profiler import ProfilerActivity, profile
 
 from peagle.checkpoints.references import resolve_model
@@ -84,7 +84,7 @@ def breakdown(bench: Bench, batch: int, depth: int, context: int) -> dict[str, A
     bench.place(batch, context, depth)
     times = []
     for _ in range(REPLAYS):
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun, ended = timers()
         begun.record()
         graph.replay()
         ended.record()
@@ -98,7 +98,7 @@ def breakdown(bench: Bench, batch: int, depth: int, context: int) -> dict[str, A
     kinds: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     names: dict[str, float] = defaultdict(float)
     for event in profiled.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == torch.autograd.DeviceType.CUDA:  # type: ignore[attr-defined]
             kind = kinds[kind_of(event.name)]
             kind[0] += event.device_time / REPLAYS
             kind[1] += 1 / REPLAYS

@@ -56,7 +56,8 @@ def random_target(device: torch.device, sizes: dict[str, Any]) -> TargetModel:
     config = DecoderConfig.from_transformers(Qwen3Config(**sizes))
     with torch.device("meta"):
         target = TargetModel(config)
-    return _filled(target, device)
+    filled: TargetModel = _filled(target, device)
+    return filled
 
 
 def random_head(target: TargetModel, method: str, layers: int) -> EagleNetwork:
@@ -83,7 +84,7 @@ def random_head(target: TargetModel, method: str, layers: int) -> EagleNetwork:
     )
     with torch.device("meta"):
         network = EagleNetwork(config, shared_tables(target))
-    filled = _filled(network, target.embed_tokens.weight.device)
+    filled: EagleNetwork = _filled(network, target.embed_tokens.weight.device)
     filled.target_ids = torch.arange(c.vocab_size, device=filled.fc.weight.device)
     return filled
 
@@ -101,9 +102,15 @@ def _filled(module: Any, device: torch.device) -> Any:
     return module.requires_grad_(False).eval()
 
 
+def timers() -> tuple[Any, Any]:
+    begun = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return begun, ended
+
+
 def milliseconds(function: Callable[[], object]) -> float:
     """Median time of a CUDA graph of the function."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
@@ -112,9 +119,9 @@ def milliseconds(function: Callable[[], object]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         function()
-    times = []
+    times: list[float] = []
     for n in range(WARM_UPS + REPLAYS):
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun, ended = timers()
         begun.record()
         graph.replay()
         ended.record()

@@ -100,7 +100,7 @@ def _with_instruction(prompt: str, is_code: bool, rng: random.Random) -> str:
 
 def _open(path: Path, mode: str) -> TextIO:
     opener = gzip.open if path.suffix == ".gz" else open
-    return opener(path, mode + "t", encoding="utf-8")  # type: ignore[return-value, operator]
+    return opener(path, mode + "t", encoding="utf-8")  # type: ignore[return-value]
 
 
 def main() -> None:
