@@ -9,7 +9,8 @@ choosing   how a step chooses: coupled or by rejection
 steps      one step as a function of static tensors: decode and prefill
 graphs     steps captured as CUDA graphs, made when first used
 shapes     which few shapes there are graphs for
-seats      the host's side of a lane: blocks, what is in flight
+table      what the host knows of all lanes, as columns
+seats      who sits in which lane, which blocks they hold
 prompts    prefill beside decoding
 clock      how long the device worked and waited
 engine     LaneEngine: admit, prefill, decode, collect
