@@ -9,13 +9,17 @@ be sampled to be new. Ids stay, so that a held-out prompt's variant is held out 
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import random
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from peagle.data.prompts import Conversation, read_prompts
+from peagle.errors import PeagleError
+from peagle.files import write_atomic
 
 MAX_CHARACTERS = 1800
 SECOND_QUESTIONS = 0.3  # share of prompts
@@ -79,17 +83,17 @@ What is its time complexity?
 Rewrite it without a loop.""".splitlines()
 
 
-def varied(rows: list[dict[str, Any]], seed: int = 11) -> Iterator[dict[str, Any]]:
+def varied(prompts: Sequence[Conversation], seed: int = 11) -> Iterator[dict[str, Any]]:
     rng = random.Random(seed)
-    for row in rng.sample(rows, len(rows)):
-        prompt = row["prompt"]
+    for conversation in rng.sample(prompts, len(prompts)):
+        prompt = conversation.turns[0]
         if len(prompt) > MAX_CHARACTERS:
             continue
-        is_code = row["category"] == "code" and rng.random() < ABOUT_CODE
+        is_code = conversation.category == "code" and rng.random() < ABOUT_CODE
         turns = [_with_instruction(prompt, is_code, rng)]
         if rng.random() < SECOND_QUESTIONS:
             turns.append(rng.choice(CODE_QUESTIONS if is_code else QUESTIONS))
-        yield {"id": row["id"], "category": row["category"], "turns": turns}
+        yield {"id": conversation.id, "category": conversation.category, "turns": turns}
 
 
 def _with_instruction(prompt: str, is_code: bool, rng: random.Random) -> str:
@@ -98,17 +102,17 @@ def _with_instruction(prompt: str, is_code: bool, rng: random.Random) -> str:
     return rng.choice([behind, behind, behind, f"{text} {prompt}", f"{prompt}\n\n{text}"])
 
 
-def _open(path: Path, mode: str) -> TextIO:
-    opener = gzip.open if path.suffix == ".gz" else open
-    return opener(path, mode + "t", encoding="utf-8")  # type: ignore[return-value]
-
-
 def main() -> None:
-    source, out = map(Path, sys.argv[1:3])
-    with _open(source, "r") as file:
-        rows = [json.loads(line) for line in file]
-    with _open(out, "w") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in varied(rows))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("prompts", help="jsonl, also .gz, as for `peagle prepare`")
+    parser.add_argument("out", type=Path, help="a .jsonl.gz file")
+    args = parser.parse_args()
+    try:
+        rows = varied(read_prompts(args.prompts).good)
+    except PeagleError as error:
+        parser.error(str(error))
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_atomic(args.out, gzip.compress(lines.encode()))
 
 
 if __name__ == "__main__":

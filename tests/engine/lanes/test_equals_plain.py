@@ -146,6 +146,7 @@ def workloads(draw: st.DrawFn) -> tuple[str, int, list[Job]]:
         mode = draw(st.sampled_from(list(MODES)))
         params = dataclasses.replace(
             rng.choice(MODES[mode]),
+            seed=rng.randrange(2**63),
             max_tokens=rng.choice((1, 2, 3, 8, 15)),
             num_speculative_tokens=rng.choice((None, None, 0, 1, 3, 8)),
             stop_token_ids=tuple(rng.sample(range(tiny.VOCAB), rng.choice((0, 3)))),

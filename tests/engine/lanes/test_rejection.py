@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from .lane_tiny import (
     lane_drafts,
     lane_engine,
 )
-from .test_equals_plain import HEADS, MODES, head, jobs_of, target
+from .test_equals_plain import HEADS, MODES, head, jobs_of, target, workloads
 from .test_preemption import LONGEST, room_for
 
 
@@ -77,23 +76,6 @@ def test_requests_for_the_plain_step_are_judged_alike() -> None:
     answers = tiny.answers_of(requests)
     assert answers[:4] == answers[4:]
     assert idle(lanes)
-
-
-@st.composite
-def workloads(draw: st.DrawFn) -> tuple[str, int, list[Job]]:
-    rng = random.Random(draw(st.integers(0, 10**6)))
-    jobs = []
-    for n in range(draw(st.integers(1, 6))):
-        params = dataclasses.replace(
-            rng.choice(MODES[draw(st.sampled_from(list(MODES)))]),
-            seed=rng.randrange(2**63),
-            max_tokens=rng.choice((1, 2, 3, 8, 15)),
-            num_speculative_tokens=rng.choice((None, None, 0, 1, 3, 8)),
-            stop_token_ids=tuple(rng.sample(range(tiny.VOCAB), rng.choice((0, 3)))),
-        )
-        prompt = [rng.randrange(tiny.VOCAB) for _ in range(rng.choice((1, 5, 16, 17, 32, 40)))]
-        jobs.append(Job([n, *prompt][: len(prompt)], params, joins=rng.randrange(8)))
-    return draw(st.sampled_from(list(HEADS))), draw(st.integers(1, 7)), jobs
 
 
 @settings(max_examples=12, deadline=None)

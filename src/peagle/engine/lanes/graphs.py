@@ -141,8 +141,9 @@ class Steps:
         self.models = models
         self._decode: dict[DecodeShape, DirectStep | GraphedStep] = {}
         self._prefill: dict[PrefillShape, DirectStep | GraphedStep] = {}
-        self._has_graphs = models.device.type == "cuda"
-        if self._has_graphs:
+        self._decode_queue: Queue | None = None
+        self._prefill_queue: Queue | None = None
+        if models.device.type == "cuda":
             self._decode_queue, self._prefill_queue = Queue(), Queue()
             self._prefill_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
@@ -152,21 +153,15 @@ class Steps:
 
     def decode(self, shape: DecodeShape, lanes: Sequence[int]) -> Report:
         if shape not in self._decode:
-            step = DecodeStep(self.models, shape)
-            self._decode[shape] = (
-                GraphedStep(step, self._decode_queue) if self._has_graphs else DirectStep(step)
-            )
+            self._decode[shape] = _made(DecodeStep(self.models, shape), self._decode_queue)
         padding = [self.models.state.dummy] * (shape.batch - len(lanes))
         return self._decode[shape].run(torch.tensor([*lanes, *padding]))
 
     def prefill(self, shape: PrefillShape, inputs: Tensor) -> Report:
         """Begins after everything launched so far."""
         if shape not in self._prefill:
-            step = PrefillStep(self.models, shape)
-            self._prefill[shape] = (
-                GraphedStep(step, self._prefill_queue) if self._has_graphs else DirectStep(step)
-            )
-        if not self._has_graphs:
+            self._prefill[shape] = _made(PrefillStep(self.models, shape), self._prefill_queue)
+        if self._prefill_queue is None:
             return self._prefill[shape].run(inputs)
         self._prefill_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._prefill_stream):
@@ -174,5 +169,9 @@ class Steps:
 
     def join_prefill(self) -> None:
         """What is launched from here on begins after all prefill steps."""
-        if self._has_graphs:
+        if self._prefill_queue is not None:
             torch.cuda.current_stream().wait_stream(self._prefill_stream)
+
+
+def _made(step: Step, queue: Queue | None) -> DirectStep | GraphedStep:
+    return DirectStep(step) if queue is None else GraphedStep(step, queue)

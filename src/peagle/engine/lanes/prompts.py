@@ -20,8 +20,8 @@ from peagle.engine.lanes.uploads import write_blocks
 # Prompt rows that are computed beside one decode step: a new lane joins after so many steps. By
 # count and not by clock, so that the same requests always meet in the same batches.
 ROWS_BESIDE_A_STEP = 512
-# A prefill step slows the decode steps beside it whatever its size, so prompts gather for a few
-# steps, unless they are many: a lane that waits for its prompt gives nothing either.
+# A prefill step slows the decode steps beside it, as it seems whatever its size, so prompts gather
+# for a few steps, unless they are many: a lane that waits for its prompt gives nothing either.
 PATIENCE = 4
 MANY = 1 / 8  # of the lanes that decode
 

@@ -25,10 +25,10 @@ def padded(num_items: int) -> int:
     return 1 << (num_items - 1).bit_length()
 
 
-def sampling_of(requests: Iterable[SamplingParams]) -> Sampling:
-    """What a step must be able to do for these."""
-    params = [p for p in requests if not p.greedy]
-    if not params:
+def sampling_of(params: Iterable[SamplingParams]) -> Sampling:
+    """What a step must be able to do for requests with these."""
+    drawn = [p for p in params if not p.greedy]
+    if not drawn:
         return "greedy"
-    filtered = any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params)
+    filtered = any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in drawn)
     return "filtered" if filtered else "sampled"
