@@ -163,24 +163,3 @@ def test_the_reserve_grows_with_rows_and_logits() -> None:
     assert activation_bytes(target.config, itemsize=2, rows=8, sampled_rows=0) < activation_bytes(
         target.config, itemsize=4, rows=8, sampled_rows=0
     )
-
-
-@pytest.mark.gpu
-def test_a_gpus_free_memory_includes_what_torch_only_keeps() -> None:
-    device = torch.device("cuda")
-    before = memory.device_memory(device)
-    torch.zeros(1 << 28, dtype=torch.uint8, device=device)  # freed at once, kept by torch
-    after = memory.device_memory(device)
-    assert before is not None
-    assert after is not None
-    assert before.total == after.total
-    assert abs(after.free - before.free) < 64 << 20
-    assert 0 < after.free < after.total
-
-
-@pytest.mark.gpu
-def test_a_gpu_hands_out_blocks_without_reserving() -> None:
-    target = tiny.make_target(torch.float32).to("cuda")
-    allocator = make_allocator(target, None, EngineConfig(), tiny.CONTEXT)
-    assert allocator.num_blocks == 64 * tiny.CONTEXT // 16  # all that could be used at once
-    assert allocator.open_table(tiny.CONTEXT).reserved == range(0)

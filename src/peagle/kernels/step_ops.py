@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.lane_state import LaneState, RowPlan, StepCounts
+from peagle.kernels.plain import best_token as plain_best_token
 from peagle.kernels.plain import choose as plain_choose
 from peagle.kernels.plain import lanes as plain_lanes
 from peagle.kernels.plain import rejection as plain_rejection
@@ -48,6 +49,14 @@ class EmbedRows(Protocol):
     ) -> Tensor: ...
 
 
+class EmbedTokens(Protocol):
+    def __call__(self, table: Tensor, first: Tensor, others: Tensor) -> Tensor: ...
+
+
+class GatherTaps(Protocol):
+    def __call__(self, pending_taps: Tensor, lanes: Tensor, count: int) -> Tensor: ...
+
+
 class PickRows(Protocol):
     def __call__(
         self, hidden: Tensor, num_pending: Tensor, rows_per_lane: int, count: int
@@ -65,6 +74,10 @@ class Commit(Protocol):
         usable: Tensor,
         taps: Tensor | None,
     ) -> Tensor: ...
+
+
+class BestTokens(Protocol):
+    def __call__(self, hidden: Tensor, weight: Tensor, ids: Tensor | None) -> Chosen: ...
 
 
 class ChooseTokens(Protocol):
@@ -115,8 +128,11 @@ class StepOps(NamedTuple):
     plan_rows: PlanRows
     expand_rows: ExpandRows
     embed_rows: EmbedRows
+    embed_tokens: EmbedTokens
+    gather_taps: GatherTaps
     pick_rows: PickRows
     commit: Commit
+    best_tokens: BestTokens
     choose_tokens: ChooseTokens
     choose_with_laws: ChooseWithLaws
     token_laws: TokenLaws
@@ -129,15 +145,18 @@ def step_ops(device: torch.device) -> StepOps:
 
 
 def _on_gpu() -> StepOps:
-    from peagle.kernels.gpu import choose, lanes, rejection
+    from peagle.kernels.gpu import best_token, choose, lanes, rejection
 
     return StepOps(
         lanes.begin_step,
         lanes.plan_rows,
         lanes.expand_rows,
         lanes.embed_rows,
+        lanes.embed_tokens,
+        lanes.gather_taps,
         lanes.pick_rows,
         lanes.commit,
+        best_token.best_tokens,
         choose.choose_tokens,
         choose.choose_with_laws,
         choose.token_laws,
@@ -152,8 +171,11 @@ def _plain() -> StepOps:
         plain_lanes.plan_rows,
         plain_lanes.expand_rows,
         plain_lanes.embed_rows,
+        plain_lanes.embed_tokens,
+        plain_lanes.gather_taps,
         plain_lanes.pick_rows,
         plain_lanes.commit,
+        plain_best_token.best_tokens,
         plain_choose.choose_tokens,
         plain_choose.choose_with_laws,
         plain_choose.token_laws,

@@ -157,7 +157,11 @@ class EagleNetwork(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states before the final norm [N, H] -> draft logits [N, Vd]."""
-        return output_logits(hidden, self.output_weight(), self.norm)
+        return output_logits(*self.output_product(hidden))
+
+    def output_product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """models.output.OutputLayer."""
+        return self.norm(hidden), self.output_weight()
 
     def output_weight(self) -> Tensor:
         """[Vd, H]: the head's own output table, or its share of the target's."""

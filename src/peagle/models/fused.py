@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from peagle.kernels.device import gpu_takes
@@ -85,11 +86,10 @@ class FusedLayers:
     ) -> list[Tensor] | None:
         from peagle.kernels.gpu.layers import run_layers
 
-        bound = self._current()
-        if not bound.row_major:
+        bound, tables = self._current(), (self._rotary.cos, self._rotary.sin)
+        # The kernels look the angles up themselves, unrounded: no gather before the layers.
+        if not bound.row_major or tables[0].dtype is not torch.float32:
             return None
-        # The kernel looks the angles up itself, unrounded: no gather before the layers.
-        tables = self._rotary.cos.float(), self._rotary.sin.float()
         cache = attention.keys, attention.values
         return run_layers(bound.layers, x, inputs, *tables, attention.rows, *cache)
 

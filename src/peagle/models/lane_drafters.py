@@ -18,6 +18,7 @@ from peagle.models.attention import Attention
 from peagle.models.drafter import Drafter
 from peagle.models.eagle import EagleNetwork
 from peagle.models.eagle3 import Eagle3Drafter
+from peagle.models.output import OutputRows
 from peagle.models.p_eagle import PEagleDrafter, target_ids
 
 
@@ -25,7 +26,7 @@ class PendingRows(NamedTuple):
     """What the drafter has not seen of each lane, and what it is asked for."""
 
     tokens: Tensor  # [B, P] the token at p + 1 of each row p
-    taps: Tensor  # [B, P, C]
+    taps: Tensor  # [B * P, C]
     starts: Tensor  # [B] position of the first row
     num_pending: Tensor  # [B]
     num_rows: Tensor  # [B] pending rows and the mask rows that the lane needs behind them
@@ -41,8 +42,8 @@ class RowsAttend(Protocol):
 
 
 class RowsChoose(Protocol):
-    def __call__(self, logits: Tensor, first_depth: int, ids: Tensor | None) -> Tensor:
-        """logits [B * n, Vd] of drafts first_depth .. first_depth + n - 1 -> tokens [B, n]."""
+    def __call__(self, output: OutputRows, first_depth: int) -> Tensor:
+        """B * n rows, of drafts first_depth .. first_depth + n - 1 -> tokens [B, n]."""
         ...
 
 
@@ -67,7 +68,7 @@ class LaneDrafter(Protocol):
         ...
 
 
-class _NetworkFeed:
+class _NetworkLanes:
     network: EagleNetwork
 
     def feed(
@@ -76,8 +77,11 @@ class _NetworkFeed:
         network = self.network
         network(network.embed(token_ids), network.features(taps), positions, attention)
 
+    def _output(self, hidden: Tensor) -> OutputRows:
+        return OutputRows(hidden, self.network, target_ids(self.network))
 
-class PEagleLanes(_NetworkFeed):
+
+class PEagleLanes(_NetworkLanes):
     """One pass: pending rows, of which the last predicts draft 1, then K - 1 mask rows."""
 
     def __init__(self, drafter: PEagleDrafter) -> None:
@@ -90,15 +94,14 @@ class PEagleLanes(_NetworkFeed):
         attention, positions = batch.attend(pending.starts, pending.num_rows, num_rows)
         places = pending.num_pending, network.mask_embedding, num_rows
         embeddings = batch.ops.embed_rows(network.embedding.weight, pending.tokens, *places)
-        real = network.features(pending.taps.flatten(0, 1)).view(*pending.tokens.shape, -1)
+        real = network.features(pending.taps).view(*pending.tokens.shape, -1)
         features = batch.ops.expand_rows(real, pending.num_pending, self.mask_feature, num_rows)
         hidden = network(embeddings, features, positions, attention)
         drafting = batch.ops.pick_rows(hidden, pending.num_pending, num_rows, depth)
-        logits = network.logits(drafting)
-        return batch.choose(logits, 0, target_ids(network))
+        return batch.choose(self._output(drafting), 0)
 
 
-class Eagle3Lanes(_NetworkFeed):
+class Eagle3Lanes(_NetworkLanes):
     """A pass over the pending rows, then one row per lane for each further draft."""
 
     def __init__(self, drafter: Eagle3Drafter) -> None:
@@ -108,16 +111,16 @@ class Eagle3Lanes(_NetworkFeed):
         network, pending = self.network, batch.pending
         width = pending.tokens.shape[1]
         attention, positions = batch.attend(pending.starts, pending.num_pending, width)
-        embeddings = network.embed(pending.tokens).flatten(0, 1)
-        features = network.features(pending.taps.flatten(0, 1))
+        embeddings = self._embed(batch, pending.tokens.flatten())
+        features = network.features(pending.taps)
         hidden = network(embeddings, features, positions, attention)
         hidden = batch.ops.pick_rows(hidden, pending.num_pending, width, 1)  # [B, H]
-        drafts = [batch.choose(network.logits(hidden), 0, target_ids(network))]
+        drafts = [batch.choose(self._output(hidden), 0)]
         starts, counts = self._places(batch)
         for depth in range(1, batch.depth):
             places = starts[depth - 1], counts[depth - 1]
             hidden = self._next(batch, drafts[-1].flatten(), hidden, *places)
-            drafts.append(batch.choose(network.logits(hidden), depth, target_ids(network)))
+            drafts.append(batch.choose(self._output(hidden), depth))
         return torch.cat(drafts, dim=1)
 
     def _places(self, batch: LaneDraftBatch) -> tuple[Tensor, Tensor]:
@@ -134,8 +137,13 @@ class Eagle3Lanes(_NetworkFeed):
         network = self.network
         attention, positions = batch.attend(starts, counts, 1)
         features = network.norm(states) if network.config.norm_output else states
-        out: Tensor = network(network.embed(tokens), features, positions, attention)
+        out: Tensor = network(self._embed(batch, tokens), features, positions, attention)
         return out
+
+    def _embed(self, batch: LaneDraftBatch, tokens: Tensor) -> Tensor:
+        """[N] -> [N, H]"""
+        none = tokens.new_empty(len(tokens), 0)
+        return batch.ops.embed_tokens(self.network.embedding.weight, tokens, none)
 
 
 def lane_drafter(drafter: Drafter) -> LaneDrafter | None:

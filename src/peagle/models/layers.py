@@ -69,15 +69,14 @@ class RMSNorm(nn.Module):
         return normed.to(x.dtype) * weight
 
 
-def output_logits(hidden: Tensor, weight: Tensor, norm: RMSNorm | None = None) -> Tensor:
-    """hidden [N, H], normed first where a norm is given, times weight [V, H] -> [N, V].
+def output_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden [N, H], normed, times weight [V, H] -> [N, V].
 
     In float32 or better, the precision that sampling is defined in.
     """
-    normed = hidden if norm is None else norm(hidden)
-    if gpu_takes(normed) and normed.dtype.itemsize < 4:
-        return torch.mm(normed, weight.t(), out_dtype=torch.float32)
-    return at_least_float32(linear(normed, weight))
+    if gpu_takes(hidden) and hidden.dtype.itemsize < 4:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return at_least_float32(linear(hidden, weight))
 
 
 class RotaryEmbedding(nn.Module):

@@ -42,7 +42,16 @@ class TargetModel(nn.Module):
         tap_layers: Sequence[int] = (),
     ) -> TargetOutput:
         """`tap_layers` counts as vLLM does: i is the residual stream after the first i layers."""
-        x = self.embed_tokens(token_ids)
+        return self.run(self.embed_tokens(token_ids), positions, attention, tap_layers)
+
+    def run(
+        self,
+        x: Tensor,  # [N, H]: the tokens' embeddings
+        positions: Tensor,  # [N]
+        attention: Attention,
+        tap_layers: Sequence[int] = (),
+    ) -> TargetOutput:
+        """`forward` behind the embedding."""
         states = self._fused(x, None, positions, attention)
         if states is not None:
             taps = {i: states[i - 1] if i else x for i in tap_layers}
@@ -59,7 +68,11 @@ class TargetModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] -> [N, V] in float32 or better, the precision that sampling is defined in."""
-        return output_logits(hidden, self.lm_head.weight)
+        return output_logits(*self.output_product(hidden))
+
+    def output_product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """models.output.OutputLayer; `forward` has normed the rows."""
+        return hidden, self.lm_head.weight
 
 
 def default_tap_layers(num_hidden_layers: int) -> tuple[int, int, int]:

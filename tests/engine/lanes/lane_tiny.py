@@ -23,6 +23,7 @@ from peagle.engine.request import Request
 from peagle.models.attention import Attention
 from peagle.models.drafter import DraftBatch, Drafter, SequenceDraft
 from peagle.models.lane_drafters import LaneDraftBatch, LaneDrafter
+from peagle.models.output import OutputRows
 from peagle.models.target import TargetModel
 
 from .. import tiny
@@ -173,6 +174,20 @@ def scripted_engine(
     engine.models = dataclasses.replace(engine.models, drafting=drafting)
     engine.steps = engine._prompts.steps = WatchedSteps(engine)
     return engine
+
+
+class _GivenLogits:
+    """The output layer of rows that are logits already."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def output_product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden, torch.eye(hidden.shape[1], dtype=hidden.dtype)
+
+
+def given(logits: Tensor) -> OutputRows:
+    return OutputRows(logits, _GivenLogits())
 
 
 def known(target: TargetModel, jobs: Sequence[Job]) -> list[list[int]]:

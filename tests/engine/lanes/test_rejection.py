@@ -114,7 +114,7 @@ def run_sent_back_at(engine: Engine, jobs: list[Job], places: list[set[int]]) ->
 
 
 @pytest.mark.parametrize("name", ["p-eagle", "eagle3"])
-@pytest.mark.parametrize("spare", [0, 8, 20])
+@pytest.mark.parametrize("spare", [0, 8, 14])
 def test_a_preempted_request_says_what_the_plain_one_says_if_sent_back_there(
     name: str, spare: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

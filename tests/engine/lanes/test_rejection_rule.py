@@ -24,6 +24,7 @@ from .lane_tiny import (
     check_naive,
     check_same,
     counters,
+    given,
     idle,
     lane_drafts,
     lane_engine,
@@ -48,8 +49,8 @@ def test_a_refused_draft_that_is_drawn_again_is_no_accepted_one() -> None:
     ops = _ops()._replace(rejection_coins=lambda *_: refusing)
     rows = StepRows(state, lanes, counts.num_outputs, "sampled")
     choice = ByRejection(ops, rows, counts.num_drafts, depth, vocab_size)
-    drafts = choice.draft(logits[:depth], 0, None)
-    judged = choice.judge(logits, drafts)
+    drafts = choice.draft(given(logits[:depth]), 0)
+    judged = choice.judge(given(logits), drafts)
     assert drafts.tolist() == [[0, 0]]
     assert judged.chosen.tolist() == [[0, 0, 0]]
     report = commit(state, lanes, counts, *judged, None)
@@ -66,8 +67,8 @@ def test_laws_stay_within_what_the_reserve_counts() -> None:
     choosing = StepRows(state, lanes, torch.ones_like(lanes), "sampled")
     with made:
         choice = ByRejection(_ops(), choosing, torch.full_like(lanes, depth), depth, vocab_size)
-        drafts = choice.draft(torch.randn(batch * depth, vocab_size), 0, None)
-        choice.judge(torch.randn(rows, vocab_size), drafts)
+        drafts = choice.draft(given(torch.randn(batch * depth, vocab_size)), 0)
+        choice.judge(given(torch.randn(rows, vocab_size)), drafts)
     assert made.peak <= rows * vocab_size * LOGIT_BYTES <= 4 * made.peak
 
 
@@ -115,7 +116,7 @@ def test_what_the_dummy_lane_holds_changes_nothing(name: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels then want the GPU's tensors")
 @pytest.mark.parametrize("name", ["p-eagle, reduced vocabulary", "eagle3"])
 def test_the_gpus_kernels_choose_the_same_in_a_step(name: str) -> None:
-    """In Triton's interpreter; under the gpu marker, test_rejection_law.py has the whole step."""
+    """In Triton's interpreter; tests/engine/gpu has the whole step, captured."""
     params = [
         dataclasses.replace(p, max_tokens=3) for p in (MODES["mixed"][0], MODES["sampled"][0])
     ]

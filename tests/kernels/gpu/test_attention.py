@@ -70,7 +70,7 @@ def test_any_even_head_dimension_will_do(dim: int, dtype: torch.dtype) -> None:
 def test_more_rows_than_a_tile_are_divided_over_programs(
     num_rows: int, group: int, splits: int, window: int | None
 ) -> None:
-    assert tile(num_rows, group, 16).block_m < num_rows * group
+    assert tile(num_rows, group, 16, 1).block_m < num_rows * group
     items = (Item(100, 100 + num_rows), Item(0, 9))
     case = make_case(Shape(items, num_rows, group, 1, 16, 16, splits), torch.float32)
     ours = paged_attention(case.q, case.keys, case.values, case.rows, window)
@@ -155,14 +155,23 @@ def test_twin_gives_what_the_engine_attention_gives(window: int | None) -> None:
 
 def test_splits_fill_the_gpu_and_only_where_the_context_is_long() -> None:
     assert choose_splits(1, 3, 64, 132) == 1  # a part is no shorter than a tile
-    assert choose_splits(1, 3, 512, 132) == 4
+    assert choose_splits(1, 3, 256, 132) == 2
+    assert choose_splits(1, 3, 512, 132) == 8  # fine parts where there is room for all of them
+    assert choose_splits(8, 3, 512, 132) == 4
     assert choose_splits(64, 3, 8192, 132) == 1  # the GPU is full
     assert choose_splits(8, 3, 100_000, 132) == 5  # all parts run at once
 
 
-@given(num_rows=st.integers(1, 30), group=st.integers(1, 8), dim=st.sampled_from([8, 24, 128, 256]))
-def test_a_tile_has_sides_that_a_matrix_product_takes(num_rows: int, group: int, dim: int) -> None:
-    sizes = tile(num_rows, group, dim)
+@given(
+    num_rows=st.integers(1, 30),
+    group=st.integers(1, 8),
+    dim=st.sampled_from([8, 24, 128, 256]),
+    num_splits=st.sampled_from([1, 4, 8]),
+)
+def test_a_tile_has_sides_that_a_matrix_product_takes(
+    num_rows: int, group: int, dim: int, num_splits: int
+) -> None:
+    sizes = tile(num_rows, group, dim, num_splits)
     for side in (sizes.block_m, sizes.block_n, sizes.block_d):
         assert side >= 16
         assert side & (side - 1) == 0

@@ -77,6 +77,26 @@ def test_embed_rows_equals_its_plain_twin(size: int) -> None:
         assert torch.equal(gpu.embed_rows(*arguments), plain.embed_rows(*arguments))
 
 
+@pytest.mark.parametrize("size", [1, 6, 1500])
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_embed_tokens_equals_its_plain_twin(size: int, depth: int) -> None:
+    table = torch.randn(9, size, device=DEVICE)
+    first, others = torch.randint(9, (4,)).to(DEVICE), torch.randint(9, (4, depth)).to(DEVICE)
+    assert torch.equal(
+        gpu.embed_tokens(table, first, others), plain.embed_tokens(table, first, others)
+    )
+
+
+@pytest.mark.parametrize("size", [1, 6, 1500])
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_gather_taps_equals_its_plain_twin(size: int, count: int) -> None:
+    pending = torch.randn(4, 5, size, device=DEVICE)
+    lanes = torch.tensor([3, 0, 3], device=DEVICE)
+    assert torch.equal(
+        gpu.gather_taps(pending, lanes, count), plain.gather_taps(pending, lanes, count)
+    )
+
+
 @settings(max_examples=2 * EXAMPLES, deadline=None)
 @given(cases())
 def test_commit_equals_its_plain_twin(case: Case) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from peagle.kernels.gpu import choose as fast
 from peagle.kernels.plain import choose as plain
-from peagle.kernels.plain.choose import RowRules
+from peagle.kernels.plain.choose import Chosen, RowRules
 
 from .test_choose import (
     DEVICE,
@@ -133,3 +133,33 @@ def test_greedy_and_broken_rows_have_a_law_of_one_token() -> None:
     assert laws[0].nonzero().tolist() == [[int(logits[0].argmax())]]
     assert laws[1].nonzero().tolist() == [[0]]
     assert (laws[2] > 0).all()
+
+
+# --- real sizes
+
+WHOLE, REDUCED = 49_152, 32_000  # tokens of the target, and of a drafter
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("filters", [False, True])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_a_real_vocabulary_has_the_laws_and_draws_of_the_cpu(filters: bool, reduced: bool) -> None:
+    logits = random_logits(9, REDUCED if reduced else WHOLE, 2.0)
+    logits[4, 77] = NAN
+    rules = make_rules((3 * (MIXED if filters else UNFILTERED))[:9])
+    every = torch.randperm(WHOLE, generator=torch.Generator().manual_seed(1))
+    ids = every[:REDUCED].sort().values.to(DEVICE) if reduced else None
+    on_cpu = logits.cpu(), RowRules(*(r.cpu() for r in rules)), None if ids is None else ids.cpu()
+    laws = law_of(fast, logits, rules, ids, WHOLE, filters)
+    close = {"rtol": 2e-5, "atol": 0.0}  # most probabilities are far below the usual tolerance
+    torch.testing.assert_close(laws.cpu(), law_of(plain, *on_cpu, WHOLE, filters), **close)
+    chosen = fast.choose_with_laws(logits, rules, ids, torch.empty_like(laws), filters=filters)
+    expected = plain.choose_tokens(*on_cpu, filters=filters)
+    assert_same(Chosen(*(x.cpu() for x in chosen)), expected, *on_cpu)
+    if not reduced:
+        ours, theirs = (
+            fast.token_laws(logits, rules, filters=filters),
+            plain.token_laws(*on_cpu[:2]),
+        )
+        assert torch.equal(ours.probabilities, laws)
+        assert ours.usable.tolist() == theirs.usable.tolist()

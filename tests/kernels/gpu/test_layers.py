@@ -253,6 +253,13 @@ def test_column_major_weights_are_left_to_the_modules(
     assert not calls
 
 
+def in_bfloat16(model: TargetModel, device: torch.device) -> TargetModel:
+    """As a checkpoint is loaded: the angles stay float32."""
+    half = copy.deepcopy(model).to(device, torch.bfloat16)
+    half.rotary.cos, half.rotary.sin = (t.to(device) for t in (model.rotary.cos, model.rotary.sin))
+    return half
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("form", FORMS)
@@ -265,16 +272,15 @@ def test_bfloat16_layers_agree_with_float32_modules(
 ) -> None:
     model = small(name).bfloat16().float()  # weights that bfloat16 holds
     expected = target_taps(model)
-    half = copy.deepcopy(model).to(device, torch.bfloat16)
-    half.rotary.cos, half.rotary.sin = (t.to(device) for t in (model.rotary.cos, model.rotary.sin))
     use_form(form, monkeypatch)
-    torch.testing.assert_close(target_taps(half), expected, rtol=0.05, atol=0.08)
+    ours = target_taps(in_bfloat16(model, device))
+    torch.testing.assert_close(ours, expected, rtol=0.05, atol=0.08)
     assert calls == [6, 4]
 
 
 @pytest.mark.gpu
 def test_the_layers_can_be_captured_in_a_graph(device: torch.device) -> None:
-    model = small("llama").to(device, torch.bfloat16)
+    model = in_bfloat16(small("llama"), device)
     rows = paged_rows(STEPS[0], 2, device)
     keys, values = torch.zeros(2, 2, NUM_SLOTS, 2, 16, dtype=torch.bfloat16, device=device)
     tokens = rows.positions % model.config.vocab_size

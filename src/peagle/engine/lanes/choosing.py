@@ -15,8 +15,10 @@ from torch import Tensor
 
 from peagle.engine.lanes.caches import LaneModels
 from peagle.kernels.lane_state import LaneState
-from peagle.kernels.plain.choose import RowRules
+from peagle.kernels.plain.best_token import fits_best_tokens
+from peagle.kernels.plain.choose import Chosen, RowRules
 from peagle.kernels.step_ops import StepOps
+from peagle.models.output import OutputRows
 from peagle.speculation.verify import PADDING
 
 # What the graph has to be able to do for its requests; each includes the one before it.
@@ -66,20 +68,31 @@ class Coupled:
     def __init__(self, ops: StepOps, rows: StepRows) -> None:
         self.ops, self.rows = ops, rows
 
-    def draft(self, logits: Tensor, first_depth: int, ids: Tensor | None) -> Tensor:
+    def draft(self, output: OutputRows, first_depth: int) -> Tensor:
         """models.lane_drafters.RowsChoose."""
-        return self._choose(logits, first_depth, ids)[0]
+        return self._choose(output, first_depth)[0]
 
-    def judge(self, logits: Tensor, drafts: Tensor) -> Judged:
-        """logits [B * (K+1), V] after each prefix of the drafts."""
-        return Judged(drafts, *self._choose(logits, 0, None))
+    def judge(self, output: OutputRows, drafts: Tensor) -> Judged:
+        """B * (K+1) rows of the target, after each prefix of the drafts."""
+        return Judged(drafts, *self._choose(output, 0))
 
-    def _choose(self, logits: Tensor, first: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """[B * n, V] -> tokens and usable [B, n]."""
-        per_lane = logits.shape[0] // self.rows.lanes.shape[0]
-        rules = None if self.rows.sampling == "greedy" else self.rows.rules(per_lane, first)
-        chosen = self.ops.choose_tokens(logits, rules, ids, filters=self.rows.filters)
+    def _choose(self, output: OutputRows, first: int) -> tuple[Tensor, Tensor]:
+        """B * n rows -> tokens and usable [B, n]."""
+        per_lane = output.hidden.shape[0] // self.rows.lanes.shape[0]
+        if self.rows.sampling == "greedy":
+            chosen = self._best(output)
+        else:
+            chosen = self._draw(output, self.rows.rules(per_lane, first))
         return chosen.token_ids.view(-1, per_lane), chosen.usable.view(-1, per_lane)
+
+    def _best(self, output: OutputRows) -> Chosen:
+        if fits_best_tokens(output.hidden):
+            return self.ops.best_tokens(*output.product(), output.ids)
+        return self.ops.choose_tokens(output.logits(), None, output.ids)
+
+    def _draw(self, output: OutputRows, rules: RowRules) -> Chosen:
+        filters = self.rows.filters
+        return self.ops.choose_tokens(output.logits(), rules, output.ids, filters=filters)
 
 
 class ByRejection:
@@ -94,19 +107,22 @@ class ByRejection:
         shape = (rows.lanes.shape[0], depth, vocab_size)
         self._laws = torch.empty(shape, dtype=torch.float32, device=rows.lanes.device)
 
-    def draft(self, logits: Tensor, first_depth: int, ids: Tensor | None) -> Tensor:
+    def draft(self, output: OutputRows, first_depth: int) -> Tensor:
         """models.lane_drafters.RowsChoose: all K depths at once, or one of them."""
         batch, _, vocab_size = self._laws.shape
-        per_lane = logits.shape[0] // batch
+        per_lane = output.hidden.shape[0] // batch
         laws = self._laws[:, first_depth : first_depth + per_lane].view(-1, vocab_size)
         rules = self.rows.rules(per_lane, first_depth)
-        chosen = self.ops.choose_with_laws(logits, rules, ids, laws, filters=self.rows.filters)
+        chosen = self.ops.choose_with_laws(
+            output.logits(), rules, output.ids, laws, filters=self.rows.filters
+        )
         return chosen.token_ids.view(batch, per_lane)
 
-    def judge(self, logits: Tensor, drafts: Tensor) -> Judged:
-        """logits [B * (K+1), V] after each prefix of the drafts."""
+    def judge(self, output: OutputRows, drafts: Tensor) -> Judged:
+        """B * (K+1) rows of the target, after each prefix of the drafts."""
         rows, depth = self.rows, drafts.shape[1]
-        laws, usable = self.ops.token_laws(logits, rows.rules(depth + 1), filters=rows.filters)
+        rules = rows.rules(depth + 1)
+        laws, usable = self.ops.token_laws(output.logits(), rules, filters=rows.filters)
         coins = self.ops.rejection_coins(rows.state.seeds[rows.lanes], rows.outputs, depth)
         laws = laws.view(-1, depth + 1, laws.shape[1])
         verdict = self.ops.verify_rejection(laws, self._laws, drafts, self.num_drafts, *coins)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from peagle.engine.lanes.seats import Seat, Seating
 from peagle.engine.lanes.shapes import SAMPLINGS, batch_size
 from peagle.engine.lanes.steps import DecodeShape
 from peagle.engine.lanes.table import Lanes
-from peagle.engine.lanes.uploads import open_lanes, write_blocks
+from peagle.engine.lanes.uploads import write_blocks
 from peagle.engine.request import Request
 from peagle.engine.sampler import Committed
 from peagle.kernels.plain.lanes import HEADER
@@ -68,7 +69,7 @@ class LaneEngine(Engine):
         num_earlier = len(self._in_flight)
         self._note_joined(self._prompts.join_in_time())
         news = super().step() if self.scheduler.running or self.scheduler.waiting else []
-        open_lanes(self.models.state, self._admit())
+        self._admit()
         self._note_joined(self._prompts.launch())
         self._launch_decode()
         launched = len(self._in_flight) > num_earlier
@@ -98,9 +99,13 @@ class LaneEngine(Engine):
         from peagle.kernels.gpu.tiles import choose_splits
 
         longest = 1 << (context - 1).bit_length()
-        num_processors = torch.cuda.get_device_properties(self.models.device).multi_processor_count
         kv_heads = self.target.config.num_key_value_heads
-        return choose_splits(batch, kv_heads, longest, num_processors)
+        return choose_splits(batch, kv_heads, longest, self._num_processors)
+
+    @cached_property
+    def _num_processors(self) -> int:
+        properties = torch.cuda.get_device_properties(self.models.device)
+        return int(properties.multi_processor_count)
 
     @property
     def num_graphs(self) -> int:
@@ -110,11 +115,12 @@ class LaneEngine(Engine):
     def has_unfinished(self) -> bool:
         return super().has_unfinished or bool(self.seating.waiting or self.seating.seats)
 
-    def _admit(self) -> list[Seat]:
+    def _admit(self) -> None:
         """Nobody is seated while those for the plain step all wait for blocks: a stream of
         others would keep them waiting for good."""
         waits_for_blocks = self.scheduler.waiting and not self.scheduler.running
-        return [] if waits_for_blocks else self.seating.admit()
+        if not waits_for_blocks:
+            self.seating.admit()
 
     def _launch_decode(self) -> None:
         grown = self.seating.make_room_for_step()

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from peagle.engine.lanes.seats import Seat
-from peagle.engine.lanes.steps import PREFILL_ITEM, empty_prefill
+from peagle.engine.lanes.steps import PREFILL_ITEM, SETTINGS, empty_prefill
+from peagle.engine.request import Request
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,33 @@ def prefill_inputs(chunks: Sequence[Chunk], num_items: int, dummy_lane: int) -> 
     """One int64 tensor in the order of PrefillInputs, padded to `num_items`."""
     packed, tensors = empty_prefill(num_items, dummy_lane)
     fields = [tensor.numpy() for tensor in tensors]  # the same memory, quicker to write to
+    final_rows, final_lanes, final_lengths = fields[-4:-1]
+    settings = fields[-1].reshape(len(SETTINGS), num_items)
     item = 0
     for n, chunk in enumerate(chunks):
         _fill(fields, chunk, item)
         if chunk.is_final:
-            final_rows, final_lanes, final_lengths = fields[-3:]
             final_rows[n] = item * PREFILL_ITEM + chunk.count - 1
             final_lanes[n] = chunk.seat.lane
             final_lengths[n] = chunk.seat.length
+            settings[:, n] = _settings(chunk.seat.request)
         item += chunk.num_items
     return packed
+
+
+def _settings(request: Request) -> list[int]:
+    """In the order of SETTINGS."""
+    params, num_prompt = request.params, len(request.prompt_token_ids)
+    temperature = 0.0 if params.greedy else params.temperature
+    fractions = np.array([temperature, params.top_p, params.min_p], dtype=np.float32)
+    return [
+        num_prompt + request.max_tokens,
+        num_prompt,
+        request.num_speculative_tokens,
+        max(params.top_k, 0),
+        request.seed,
+        *fractions.view(np.int32).tolist(),
+    ]
 
 
 def _fill(fields: Sequence[NDArray[np.int64]], chunk: Chunk, item: int) -> None:

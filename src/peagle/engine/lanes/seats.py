@@ -14,8 +14,9 @@ from peagle.engine.lanes.shapes import SAMPLINGS, sampling_of
 from peagle.engine.lanes.table import Lanes, LaneTable
 from peagle.engine.request import Request, Status
 
-# Blocks taken at a time while there are plenty, so that the host does it less often.
-BLOCKS_AHEAD = 4
+# Blocks taken ahead while there are plenty, so that the host does it less often: most answers get
+# all of theirs when they are seated, and the device is told once.
+BLOCKS_AHEAD = 16
 
 
 @dataclass(eq=False)
@@ -59,23 +60,28 @@ class Seating:
     def num_decoding(self) -> int:
         return int(self.table.ready().sum())
 
-    def admit(self) -> list[Seat]:
+    def admit(self) -> None:
         """Seats waiting requests while a lane and blocks for all their known tokens are free."""
-        admitted: list[Seat] = []
         while self.waiting and self._free_lanes:
             request = self.waiting[0]
             expected = request.num_tokens + request.num_speculative_tokens + 2
             limit = len(request.prompt_token_ids) + request.max_tokens
             table = self.allocator.open_table(limit)
-            if not self.allocator.grow(table, min(expected, limit)):
+            wishes = (expected + self._tokens_ahead(), expected)
+            if not any(self.allocator.grow(table, min(wish, limit)) for wish in wishes):
                 self.allocator.close_table(table)
                 break
             self.waiting.popleft()
             request.table, request.status = table, Status.RUNNING
-            admitted.append(self._sit(request, limit))
-        return admitted
+            self._sit(request, limit)
 
-    def _sit(self, request: Request, limit: int) -> Seat:
+    def _tokens_ahead(self) -> int:
+        """If all took as many, most of the free blocks would be left."""
+        num_requests = len(self.seats) + min(len(self.waiting), len(self._free_lanes))
+        share = self.allocator.num_free // (4 * num_requests)
+        return min(share, BLOCKS_AHEAD) * self.allocator.block_size
+
+    def _sit(self, request: Request, limit: int) -> None:
         self._num_admitted += 1
         seat = Seat(request, self._free_lanes.pop(), self._num_admitted, request.num_tokens)
         table, lane = self.table, seat.lane
@@ -89,7 +95,6 @@ class Seating:
         request.take_outcomes = partial(table.take_outcomes, lane)
         self.seats[lane] = seat
         self.prompting.append(seat)
-        return seat
 
     def make_room_for_step(self) -> list[Seat]:
         """Blocks for one more step of all that decode; may send the youngest seats back.
@@ -108,10 +113,7 @@ class Seating:
         while not seat.closed:
             blocks = seat.request.table
             assert blocks is not None
-            ahead = 0
-            if self.allocator.num_free > 2 * BLOCKS_AHEAD * len(self.seats):
-                ahead = (BLOCKS_AHEAD - 1) * self.allocator.block_size
-            if self.allocator.grow(blocks, min(reach + ahead, limit)):
+            if self.allocator.grow(blocks, min(reach + self._tokens_ahead(), limit)):
                 self.table.capacity[seat.lane] = blocks.capacity
                 return
             self._send_back(next(reversed(self.seats.values())))

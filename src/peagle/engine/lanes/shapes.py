@@ -21,8 +21,10 @@ def batch_size(count: int) -> int:
 
 
 def padded(num_items: int) -> int:
-    """The next power of two."""
-    return 1 << (num_items - 1).bit_length()
+    """The next power of two, or three quarters of it: at most a third of the items are for
+    nothing."""
+    power = 1 << (num_items - 1).bit_length()
+    return power // 4 * 3 if power >= 4 and num_items <= power // 4 * 3 else power
 
 
 def sampling_of(params: Iterable[SamplingParams]) -> Sampling:

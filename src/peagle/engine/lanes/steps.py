@@ -19,6 +19,7 @@ from peagle.engine.lanes.choosing import ByRejection, Coupled, Sampling, StepRow
 from peagle.kernels.lane_state import StepCounts
 from peagle.models.attention import Attention
 from peagle.models.lane_drafters import LaneDraftBatch, PendingRows, RowsChoose
+from peagle.models.output import OutputRows
 
 PREFILL_ITEM = 16  # rows of a prompt that attend together
 
@@ -52,8 +53,8 @@ class DecodeStep:
         counts = models.ops.begin_step(models.state, self.inputs, depth, reach)
         choice = self._choosing(counts)
         drafts = self._propose(drafting, counts, choice.draft)
-        logits, taps = self._verify(drafts, counts)
-        judged = choice.judge(logits, drafts)
+        output, taps = self._verify(drafts, counts)
+        judged = choice.judge(output, drafts)
         return models.ops.commit(models.state, self.inputs, counts, *judged, taps)
 
     def _choosing(self, counts: StepCounts) -> Coupled | ByRejection:
@@ -68,9 +69,10 @@ class DecodeStep:
         if drafting is None:
             return self.inputs.new_empty(self.shape.batch, 0)
         state, lanes, depth = self.models.state, self.inputs, self.shape.depth
+        width = counts.pending_tokens.shape[1]
         pending = PendingRows(
             tokens=counts.pending_tokens,
-            taps=state.pending_taps[lanes, : depth + 1],
+            taps=self.models.ops.gather_taps(state.pending_taps, lanes, width),
             starts=counts.draft_starts,
             num_pending=counts.num_pending,
             num_rows=counts.num_draft_rows,
@@ -90,11 +92,11 @@ class DecodeStep:
         batch = LaneDraftBatch(pending, depth, attend, choose, self.models.ops)
         return drafting.drafter.propose(batch)
 
-    def _verify(self, drafts: Tensor, counts: StepCounts) -> tuple[Tensor, Tensor | None]:
-        """The target's logits [B * (K+1), V] after each prefix, and the taps [B, K+1, C]."""
+    def _verify(self, drafts: Tensor, counts: StepCounts) -> tuple[OutputRows, Tensor | None]:
+        """The target's B * (K+1) rows, one after each prefix, and the taps [B, K+1, C]."""
         models, state, lanes = self.models, self.models.state, self.inputs
         rows = self.shape.depth + 1
-        tokens = torch.cat((counts.last_tokens[:, None], drafts), dim=1)
+        table = models.target.embed_tokens.weight
         attention, positions = models.model.attention(
             models.ops,
             state.block_tables,
@@ -104,10 +106,10 @@ class DecodeStep:
             rows,
             self.shape.num_splits,
         )
-        tap_layers = models.tap_layers
-        hidden, taps = models.target(tokens.flatten(), positions, attention, tap_layers)
-        logits = models.target.logits(hidden)
-        return logits, None if taps is None else taps.unflatten(0, (-1, rows))
+        embeddings = models.ops.embed_tokens(table, counts.last_tokens, drafts)
+        hidden, taps = models.target.run(embeddings, positions, attention, models.tap_layers)
+        output = OutputRows(hidden, models.target)
+        return output, None if taps is None else taps.view(-1, rows, taps.shape[1])
 
 
 class PrefillInputs(NamedTuple):
@@ -122,6 +124,14 @@ class PrefillInputs(NamedTuple):
     final_rows: Tensor  # [I] the last rows of prompts that end in this chunk, in any order
     final_lanes: Tensor  # [I] their lanes; the dummy where there is none
     final_lengths: Tensor  # [I] how many tokens those prompts have
+    # What their requests ask for: the LaneState columns of these names, in the order of
+    # SETTINGS, [len(SETTINGS) * I]. Of FRACTIONS the bits of float32.
+    final_settings: Tensor
+
+
+WHOLE_NUMBERS = ("limits", "num_prompt", "wanted_drafts", "top_k", "seeds")
+FRACTIONS = ("temperature", "top_p", "min_p")
+SETTINGS = WHOLE_NUMBERS + FRACTIONS
 
 
 def empty_prefill(
@@ -129,8 +139,8 @@ def empty_prefill(
 ) -> tuple[Tensor, PrefillInputs]:
     """One int64 tensor, so that one copy brings everything, and its fields: nobody's rows yet."""
     rows = num_items * PREFILL_ITEM
-    per_row, per_item = 2, len(PrefillInputs._fields) - 2
-    sizes = [rows] * per_row + [num_items] * per_item
+    per_row, per_item = 2, len(PrefillInputs._fields) - 3
+    sizes = [rows] * per_row + [num_items] * per_item + [num_items * len(SETTINGS)]
     packed = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
     fields = PrefillInputs(*torch.split(packed, sizes))
     fields.lanes.fill_(dummy_lane)
@@ -148,6 +158,7 @@ class PrefillStep:
     def __call__(self) -> Tensor:
         """-> [I, 2]: the first token of the prompt that ends there, and whether it failed."""
         models, fields = self.models, self.fields
+        self._take_settings()
         attention, positions = models.model.attention(
             models.ops,
             models.state.block_tables,
@@ -159,8 +170,16 @@ class PrefillStep:
         )
         hidden, taps = models.target(fields.token_ids, positions, attention, models.tap_layers)
         self._feed_drafter(taps)
-        logits = models.target.logits(hidden.index_select(0, fields.final_rows))
-        return self._open_lanes(logits, taps)
+        output = OutputRows(hidden.index_select(0, fields.final_rows), models.target)
+        return self._open_lanes(output, taps)
+
+    def _take_settings(self) -> None:
+        """In the step and not when the lane is taken: a request costs the host no launches."""
+        state, lanes = self.models.state, self.fields.final_lanes
+        settings = self.fields.final_settings.view(len(SETTINGS), -1)
+        for name, values in zip(SETTINGS, settings, strict=True):
+            fraction = values.int().view(torch.float32) if name in FRACTIONS else values
+            getattr(state, name)[lanes] = fraction
 
     def _feed_drafter(self, taps: Tensor | None) -> None:
         drafting, fields = self.models.drafting, self.fields
@@ -178,13 +197,13 @@ class PrefillStep:
         )
         drafting.drafter.feed(fields.next_ids, taps, positions, attention)
 
-    def _open_lanes(self, logits: Tensor, taps: Tensor | None) -> Tensor:
+    def _open_lanes(self, output: OutputRows, taps: Tensor | None) -> Tensor:
         state, fields = self.models.state, self.fields
         lanes, lengths = fields.final_lanes, fields.final_lengths
         rows = StepRows(state, lanes, lengths - state.num_prompt[lanes], self.shape.sampling)
         none = torch.zeros_like(lanes)
         choice = choosing(self.models, rows, 0, none, self.shape.by_rejection)
-        judged = choice.judge(logits, lanes.new_empty(len(lanes), 0))
+        judged = choice.judge(output, lanes.new_empty(len(lanes), 0))
         tokens, usable = judged.chosen[:, 0], judged.usable[:, 0]
         state.last_tokens[lanes] = tokens
         state.num_computed[lanes] = lengths

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from peagle.kernels.gpu.overlap import wait
+
 _NO_COLUMN = tl.constexpr(2**31 - 1)
 
 
@@ -37,8 +39,12 @@ def row_peak(peaks, row, num_chunks, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def peaks_kernel(logits, row_stride, vocab_size, peaks, columns, CHUNK: tl.constexpr):
+def peaks_kernel(
+    logits, row_stride, vocab_size, peaks, columns, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr
+):
     """Grid (R, C). peaks, columns  # [R, C]; a chunk with a NaN has the peak NaN."""
+    if OVERLAPS:
+        wait()
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cols = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = cols < vocab_size
@@ -51,8 +57,13 @@ def peaks_kernel(logits, row_stride, vocab_size, peaks, columns, CHUNK: tl.const
 
 
 @triton.jit
-def merge_kernel(peaks, values, columns, ids, token_ids, usable, num_chunks, CHUNKS: tl.constexpr):
+def merge_kernel(
+    peaks, values, columns, ids, token_ids, usable, num_chunks,
+    CHUNKS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """Grid (R,). values, columns  # [R, C] the best of each chunk -> token_ids, usable  # [R]"""
+    if OVERLAPS:
+        wait()
     row = tl.program_id(0).to(tl.int64)
     _, row_usable = row_peak(peaks, row, num_chunks, CHUNKS)
     chunks = tl.arange(0, CHUNKS)

@@ -3,7 +3,7 @@
 Shapes: I items, Q rows each, N = I * Q rows, S slots, h heads, g key-value heads, D head dimension.
 The h / g heads that share a key-value head are further rows of one tile: each key is read once.
 
-A row's bits depend on its own item and on `num_splits` alone.
+A row's bits depend on its own item, on `num_splits` and on the tile of keys alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.gpu.overlap import gdc_launch_dependents, gdc_wait, launch_options, overlaps
+from peagle.kernels.gpu.overlap import fetch_rows, launch_options, overlaps, wait
 from peagle.kernels.gpu.rotary import rotate_and_write
 from peagle.kernels.gpu.tiles import Tile, choose_splits, tile
 from peagle.kernels.rows import PagedRows
@@ -25,6 +25,9 @@ __all__ = ["Tile", "choose_splits", "paged_attention", "rotate_and_write", "tile
 # The highest score of a row that has seen no key. Finite: the difference of two is not NaN.
 LOWEST = tl.constexpr(-1.0e30)
 SPLITS_AT_ONCE = 16
+# Programs that are there at once, on the smallest of the GPUs meant: more of them wait for a place,
+# not for the kernel ahead, and have no time to fetch anything.
+MAX_FETCHING_PROGRAMS = 132
 
 
 def paged_attention(
@@ -58,9 +61,9 @@ def paged_attention(
         SPLITS=rows.num_splits,
         CHUNK=SPLITS_AT_ONCE,
         BLOCK_D=triton.next_power_of_2(dim),
-        OVERLAPS=overlaps(num_rows),
+        OVERLAPS=overlaps(),
         num_warps=2,
-        **launch_options(num_rows),
+        **launch_options(),
     )
     return out
 
@@ -74,11 +77,13 @@ def _run(
     results: Tensor,
     statistics: Tensor,
 ) -> None:
-    (num_rows, heads, dim), kv_heads = q.shape, keys.shape[1]
+    (_, heads, dim), kv_heads = q.shape, keys.shape[1]
     group = heads // kv_heads
-    sizes = tile(rows.rows_per_item, group, dim)
+    sizes = tile(rows.rows_per_item, group, dim, rows.num_splits)
     row_tiles = triton.cdiv(rows.rows_per_item * group, sizes.block_m)
-    _attend[(len(rows.starts) * row_tiles, kv_heads, rows.num_splits)](
+    grid = (len(rows.starts) * row_tiles, kv_heads, rows.num_splits)
+    fetches = math.prod(grid) <= MAX_FETCHING_PROGRAMS
+    _attend[grid](
         q,
         keys,
         values,
@@ -102,11 +107,25 @@ def _run(
         BLOCK_M=sizes.block_m,
         BLOCK_N=sizes.block_n,
         BLOCK_D=sizes.block_d,
-        OVERLAPS=overlaps(num_rows),
+        FETCHED=2 * sizes.block_n if fetches else 0,
+        OVERLAPS=overlaps(),
         num_warps=sizes.num_warps,
         num_stages=sizes.num_stages,
-        **launch_options(num_rows),
+        **launch_options(),
     )
+
+
+@triton.jit
+def _fetch_old(
+    keys_ptr, values_ptr, table_ptr, positions, kv_head,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Old keys and values come from memory while the new ones are still computed."""
+    block = tl.load(table_ptr + positions // BLOCK_SIZE).to(tl.int64)
+    slot = block * BLOCK_SIZE + positions % BLOCK_SIZE
+    offset = (slot * KV_HEADS + kv_head)[:, None] * D
+    fetch_rows(keys_ptr + offset, D)
+    fetch_rows(values_ptr + offset, D)
 
 
 @triton.jit
@@ -134,10 +153,9 @@ def _attend(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FETCHED: tl.constexpr,  # old keys that are fetched ahead
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        gdc_wait()
     # 1. Which rows: queries and the heads of a group, folded.
     item, kv_head = tl.program_id(0) // ROW_TILES, tl.program_id(1)
     first_folded = (tl.program_id(0) % ROW_TILES) * BLOCK_M
@@ -147,7 +165,6 @@ def _attend(
     column = tl.arange(0, BLOCK_D)
     place = (item.to(tl.int64) * Q + row) * (KV_HEADS * GROUP) + head  # in [N, h]
     is_real = (row < Q)[:, None] & (column < D)[None, :]
-    q = tl.load(q_ptr + place[:, None] * D + column[None, :], mask=is_real, other=0.0)
 
     # 2. Which keys: those that some row of the tile sees, and of them this split's part. Tiles
     # begin at multiples of BLOCK_N, so that a row's sums do not depend on its place in the item.
@@ -165,8 +182,16 @@ def _attend(
         begin += tl.program_id(2) * split_length
         end = tl.minimum(end, begin + split_length)
 
-    # 3. Softmax over the tiles, rescaled whenever a row's highest score rises.
     table_ptr = block_tables_ptr + tl.load(tables_ptr + item).to(tl.int64) * table_stride
+    if OVERLAPS:
+        if FETCHED > 0:
+            last = tl.maximum(tl.minimum(end, start) - 1, 0)
+            ahead = tl.minimum(begin + tl.arange(0, FETCHED), last)
+            _fetch_old(keys_ptr, values_ptr, table_ptr, ahead, kv_head, KV_HEADS, D, BLOCK_SIZE)
+        wait()
+    q = tl.load(q_ptr + place[:, None] * D + column[None, :], mask=is_real, other=0.0)
+
+    # 3. Softmax over the tiles, rescaled whenever a row's highest score rises.
     highest = tl.full((BLOCK_M,), LOWEST, dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     result = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
@@ -193,8 +218,6 @@ def _attend(
         total = total * rescale + tl.sum(weights, axis=1)
         highest = new_highest
 
-    if OVERLAPS:
-        gdc_launch_dependents()
     # 4. The result, or what the merge needs of it.
     if SPLITS == 1:
         result = result / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -219,7 +242,7 @@ def _merge(
     OVERLAPS: tl.constexpr,
 ):
     if OVERLAPS:
-        gdc_wait()
+        wait()
     place = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_D)
     highest = tl.full((1,), LOWEST, dtype=tl.float32)
@@ -240,7 +263,5 @@ def _merge(
         result = result * rescale + tl.sum(partial * share[:, None], axis=0)
         total = total * rescale + tl.sum(weight * share, axis=0)
         highest = new_highest
-    if OVERLAPS:
-        gdc_launch_dependents()
     result = result / tl.where(total > 0.0, total, 1.0)
     tl.store(out_ptr + place * D + column, result.to(out_ptr.dtype.element_ty), mask=column < D)

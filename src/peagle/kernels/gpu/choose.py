@@ -18,6 +18,7 @@ from torch import Tensor
 from peagle.kernels.gpu.argmax import merge_kernel, peaks_kernel
 from peagle.kernels.gpu.borders import borders_kernel
 from peagle.kernels.gpu.laws import laws_kernel, masses_kernel
+from peagle.kernels.gpu.overlap import launch_options, overlaps
 from peagle.kernels.gpu.scores import scores_kernel
 from peagle.kernels.plain.choose import Chosen, Laws, RowRules
 
@@ -72,7 +73,7 @@ def choose_in_chunks(
         rules = _dense(rules)
         borders = _find_borders(logits, rules, chunks, block) if filters else None
         values, columns = _score(logits, rules, ids, chunks, borders)
-    return _merge(chunks, values, columns, ids)
+    return merge(chunks, values, columns, ids)
 
 
 def choose_with_laws(
@@ -82,7 +83,7 @@ def choose_with_laws(
     rules = _dense(rules)
     chunks = _find_peaks(logits, _chunk_size(logits))
     borders = _find_borders(logits, rules, chunks, _BORDER_BLOCK) if filters else None
-    chosen = _merge(chunks, *_score(logits, rules, ids, chunks, borders), ids)
+    chosen = merge(chunks, *_score(logits, rules, ids, chunks, borders), ids)
     _write_laws(logits, rules, ids, chunks, borders, chosen, laws)
     return chosen
 
@@ -92,7 +93,7 @@ def token_laws(logits: Tensor, rules: RowRules, *, filters: bool = True) -> Laws
     rules = _dense(rules)
     chunks = _find_peaks(logits, _chunk_size(logits))
     borders = _find_borders(logits, rules, chunks, _BORDER_BLOCK) if filters else None
-    best = _merge(chunks, chunks.peaks, chunks.columns, None)
+    best = merge(chunks, chunks.peaks, chunks.columns, None)
     laws = logits.new_empty(logits.shape, dtype=torch.float32)
     _write_laws(logits, rules, None, chunks, borders, best, laws)
     return Laws(laws, best.usable)
@@ -114,7 +115,16 @@ def _find_peaks(logits: Tensor, chunk: int) -> Chunks:
     shape = (rows, triton.cdiv(vocab_size, chunk))
     peaks = logits.new_empty(shape, dtype=torch.float32)
     columns = logits.new_empty(shape, dtype=torch.int32)
-    peaks_kernel[shape](logits, logits.stride(0), vocab_size, peaks, columns, CHUNK=chunk)
+    peaks_kernel[shape](
+        logits,
+        logits.stride(0),
+        vocab_size,
+        peaks,
+        columns,
+        CHUNK=chunk,
+        OVERLAPS=overlaps(),
+        **launch_options(),
+    )
     return Chunks(peaks, columns, chunk)
 
 
@@ -162,12 +172,21 @@ def _score(
     return scores, columns
 
 
-def _merge(chunks: Chunks, values: Tensor, columns: Tensor, ids: Tensor | None) -> Chosen:
+def merge(chunks: Chunks, values: Tensor, columns: Tensor, ids: Tensor | None) -> Chosen:
     rows, num_chunks = values.shape
     tokens = columns.new_empty(rows, dtype=torch.int64)
     usable = columns.new_empty(rows, dtype=torch.int8)
     merge_kernel[(rows,)](
-        chunks.peaks, values, columns, ids, tokens, usable, num_chunks, CHUNKS=chunks.padded
+        chunks.peaks,
+        values,
+        columns,
+        ids,
+        tokens,
+        usable,
+        num_chunks,
+        CHUNKS=chunks.padded,
+        OVERLAPS=overlaps(),
+        **launch_options(),
     )
     return Chosen(tokens, usable.view(torch.bool))
 

@@ -66,10 +66,10 @@ def few_rows_product(
             BLOCK_ROWS=f.rows,
             BLOCK_OUTPUTS=f.outputs,
             BLOCK_INPUTS=f.inputs,
-            OVERLAPS=overlaps(num_rows),
+            OVERLAPS=overlaps(),
             num_warps=f.warps,
             num_stages=f.stages,
-            **launch_options(num_rows),
+            **launch_options(),
         )
     return Sums(out, None if whole else bias, dtype)
 

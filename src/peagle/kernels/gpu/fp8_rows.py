@@ -32,7 +32,7 @@ def quantize_gated(gate_up: Tensor) -> Quantized:
     out = _empty(gate_up.shape[0], gate_up.shape[1] // 2, gate_up.device)
     if gate_up.shape[0]:
         quantize_gated_row[(gate_up.shape[0],)](
-            gate_up, *out, gate_up.stride(0), **_row_options(*out.values.shape)
+            gate_up, *out, gate_up.stride(0), **_row_options(out.values.shape[1])
         )
     return out
 
@@ -68,7 +68,7 @@ def quantize_normed(
             HAS_RESIDUAL=residual is not None,
             HAS_NORM=norm is not None,
             STORES_SUM=is_new,
-            **_row_options(num_rows, columns),
+            **_row_options(columns),
         )
     return out, summed
 
@@ -94,23 +94,23 @@ def finish(sums: Sums, residual: Tensor | None = None) -> Tensor:
             HAS_BIAS=bias is not None,
             HAS_RESIDUAL=residual is not None,
             BLOCK=FINISH_COLUMNS,
-            OVERLAPS=overlaps(num_rows),
+            OVERLAPS=overlaps(),
             num_warps=4,
-            **launch_options(num_rows),
+            **launch_options(),
         )
     return out
 
 
-def _row_options(num_rows: int, columns: int) -> dict[str, Any]:
+def _row_options(columns: int) -> dict[str, Any]:
     block = triton.next_power_of_2(columns)
     return {
         "COLUMNS": columns,
         "LARGEST": LARGEST,
         "SMALLEST_SCALE": SMALLEST_SCALE,
         "BLOCK": block,
-        "OVERLAPS": overlaps(num_rows),
+        "OVERLAPS": overlaps(),
         "num_warps": min(max(block // 512, 4), 16),
-        **launch_options(num_rows),
+        **launch_options(),
     }
 
 

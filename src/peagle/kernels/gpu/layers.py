@@ -6,7 +6,8 @@ g key-value heads, D head dimension, L layers, S slots, P positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,11 +16,52 @@ from peagle.kernels.gpu.attention import paged_attention, rotate_and_write
 from peagle.kernels.gpu.fp8_layers import run_quantized
 from peagle.kernels.gpu.linear import fused_linear
 from peagle.kernels.gpu.norms import add_rms_norm, rms_norm, silu_mul
+from peagle.kernels.gpu.qkv import fits_one_kernel, qkv_to_cache
 from peagle.kernels.layer import LayerTensors, Projection
 from peagle.kernels.plain.linear import MAX_NORMED_ROWS, Norm, fits_fused
 from peagle.kernels.rows import PagedRows
 
-Attend = Callable[[int, Tensor], Tensor]  # layer and its qkv [N, (h + 2g) * D] -> [N, h * D]
+
+class _Attention(NamedTuple):
+    """Of every layer: what the step's new rows read and write of the cache."""
+
+    layers: Sequence[LayerTensors]
+    cos: Tensor  # [P, D]
+    sin: Tensor  # [P, D], the first half negated
+    rows: PagedRows
+    keys: Tensor  # [L, S, g, D]
+    values: Tensor  # [L, S, g, D]
+
+    def of_qkv(self, depth: int, qkv: Tensor) -> Tensor:
+        """The layer's qkv [N, (h + 2g) * D] -> [N, h * D]."""
+        layer, cache = self.layers[depth], (self.keys[depth], self.values[depth])
+        norms = (layer.q_norm, layer.k_norm, layer.eps)
+        q = rotate_and_write(qkv, self.rows, self.cos, self.sin, *norms, *cache)
+        return self._read(depth, q)
+
+    def of_rows(self, depth: int, x: Tensor, norm: Norm | None) -> Tensor:
+        """The same with the product before it, of few rows: x [N, I] -> [N, h * D]."""
+        layer, keys = self.layers[depth], self.keys[depth]
+        if not fits_one_kernel(layer, x, keys.shape[-1]):
+            return self.of_qkv(depth, _fused(layer.qkv, x, norm=norm))
+        x, norm = _norm_of_few_rows(x, norm)
+        q = qkv_to_cache(
+            x,
+            layer.qkv.weight,
+            layer.qkv.bias,
+            norm=norm,
+            rows=self.rows,
+            cos=self.cos,
+            sin=self.sin,
+            keys=keys,
+            values=self.values[depth],
+        )
+        return self._read(depth, q)
+
+    def _read(self, depth: int, q: Tensor) -> Tensor:
+        """Queries [N, h, D] -> [N, h * D]."""
+        cache, window = (self.keys[depth], self.values[depth]), self.layers[depth].window
+        return paged_attention(q, *cache, self.rows, window).flatten(-2)
 
 
 def run_layers(
@@ -34,29 +76,23 @@ def run_layers(
 ) -> list[Tensor]:
     """-> the output [N, H] of every layer."""
     assert (inputs is None) == (layers[0].input_norm is not None)
-
-    def attend(depth: int, qkv: Tensor) -> Tensor:
-        layer, cache = layers[depth], (keys[depth], values[depth])
-        norms = (layer.q_norm, layer.k_norm, layer.eps)
-        q = rotate_and_write(qkv, rows, cos, sin, *norms, *cache)
-        return paged_attention(q, *cache, rows, layer.window).flatten(-2)
-
+    attention = _Attention(layers, cos, sin, rows, keys, values)
     projections = [p for layer in layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     if any(p.scales is not None for p in projections):
-        return run_quantized(layers, x, inputs, attend)
+        return run_quantized(layers, x, inputs, attention.of_qkv)
     run = _few_rows if fits_fused(x, [p.weight for p in projections]) else _many_rows
-    return run(layers, x, inputs, attend)
+    return run(layers, x, inputs, attention)
 
 
 def _few_rows(
-    layers: Sequence[LayerTensors], x: Tensor, inputs: Tensor | None, attend: Attend
+    layers: Sequence[LayerTensors], x: Tensor, inputs: Tensor | None, attention: _Attention
 ) -> list[Tensor]:
     states = []
     for depth, layer in enumerate(layers):
         norm = None if layer.input_norm is None else Norm(layer.input_norm, layer.eps)
         reads = inputs if norm is None else x
         assert reads is not None
-        attended = attend(depth, _fused(layer.qkv, reads, norm=norm))
+        attended = attention.of_rows(depth, reads, norm)
         x = _fused(layer.o, attended, residual=x)
         inner = _fused(layer.gate_up, x, norm=Norm(layer.post_norm, layer.eps), gated=True)
         x = _fused(layer.down, inner, residual=x)
@@ -65,7 +101,7 @@ def _few_rows(
 
 
 def _many_rows(
-    layers: Sequence[LayerTensors], x: Tensor, inputs: Tensor | None, attend: Attend
+    layers: Sequence[LayerTensors], x: Tensor, inputs: Tensor | None, attention: _Attention
 ) -> list[Tensor]:
     """A sum goes with the norm that follows it: that of the next layer after the last product."""
     first, following = layers[0], [*layers[1:], None]
@@ -74,7 +110,7 @@ def _many_rows(
     states = []
     for depth, (layer, after) in enumerate(zip(layers, following, strict=True)):
         assert inputs is not None
-        attended = _product(layer.o, attend(depth, _product(layer.qkv, inputs)))
+        attended = _product(layer.o, attention.of_qkv(depth, _product(layer.qkv, inputs)))
         normed, x = add_rms_norm(attended, x, layer.post_norm, layer.eps)
         out = _product(layer.down, silu_mul(_product(layer.gate_up, normed)))
         if after is None:
@@ -95,9 +131,15 @@ def _fused(
     gated: bool = False,
 ) -> Tensor:
     weight, bias, _ = projection
-    if norm is not None and x.shape[0] > MAX_NORMED_ROWS:
-        x, norm = rms_norm(x, *norm), None
+    x, norm = _norm_of_few_rows(x, norm)
     return fused_linear(x, weight, bias, norm=norm, residual=residual, gated=gated)
+
+
+def _norm_of_few_rows(x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+    """What a product reads, and the norm that is left to it."""
+    if norm is not None and x.shape[0] > MAX_NORMED_ROWS:
+        return rms_norm(x, *norm), None
+    return x, norm
 
 
 def _product(projection: Projection, x: Tensor) -> Tensor:

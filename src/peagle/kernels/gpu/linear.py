@@ -3,8 +3,9 @@
 Decoding a small model on a GPU is bound by the number of kernels, not by their work: so the norm
 before a product, and the bias, gate and residual behind it, are part of it. The norm's scale, one
 number per row, is applied to the sums: so its squares are summed in the same loop as the product,
-which otherwise would have to wait for them. For many rows, and for large weights, cuBLAS has the
-better product; norms.py holds what then stands between two of them.
+which otherwise would have to wait for them. A tensor core's products that add to the same sum wait
+for each other: so a tile may be summed in two or four parts. For many rows, and for large weights,
+cuBLAS has the better product; norms.py holds what then stands between two of them.
 
 Shapes: M rows, K inputs, N outputs. A row's sums have one order, decided by `tile`, which is the
 same for every M <= 16: a row has the same bits alone or beside others.
@@ -20,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.gpu.norms import add_rms_norm, rms_norm, silu_mul
-from peagle.kernels.gpu.overlap import gdc_launch_dependents, gdc_wait, launch_options, overlaps
+from peagle.kernels.gpu.overlap import fetch_rows, launch_options, overlaps, wait
 from peagle.kernels.plain.linear import MAX_FUSED_ROWS, Norm
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "fused_linear",
     "rms_norm",
     "silu_mul",
+    "sum_products",
     "tile",
 ]
 
@@ -43,27 +45,40 @@ class Tile(NamedTuple):
     inputs: int  # of one turn of the loop
     warps: int
     stages: int
+    sums: int = 1  # side by side, each of every so manieth turn: 1, 2 or 4
 
 
 def tile(rows: int, outputs: int, inputs: int, gated: bool, itemsize: int) -> Tile:
     """For a product [rows, inputs] x [outputs, inputs]; `outputs` counts gates and ups alike.
 
-    The best of 22 to 70 forms on an H200, for SmolLM2's products: narrow tiles, so that there is
-    a program for every multiprocessor, and as many turns in flight as the loop has.
+    The best of about 40 forms on an H200, for SmolLM2's products inside its layers: narrow tiles,
+    so that there is a program for every multiprocessor, and as many turns in flight as the loop
+    has.
     """
     block_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
     if itemsize > 2:  # no tensor cores: the operands must fit the registers
         return Tile(block_rows, 16, 32, warps=4, stages=2)
     narrow, long = outputs <= 640, inputs >= 1024
-    if block_rows == 64:
-        return Tile(64, 32 if gated else 16, 128 if long else 64, warps=4, stages=4)
-    if block_rows == 32:
-        if gated:
-            return Tile(32, 32, 128, warps=2, stages=6)
-        return Tile(32, 16, 64, warps=4, stages=8) if narrow else Tile(32, 16, 64, 2, 6)
-    if gated or not narrow:
-        return Tile(16, 16, 128, warps=2, stages=4)
-    return Tile(16, 16, 128, warps=4, stages=8) if long else Tile(16, 16, 64, warps=2, stages=8)
+    if rows > 64:
+        return Tile(64, 32 if gated else 16, 64, warps=4, stages=4, sums=2 if long else 1)
+    kind = "gated" if gated else "wide" if not narrow else "long" if long else "short"
+    return _TILES[block_rows, kind]
+
+
+_TILES = {
+    (16, "gated"): Tile(16, 16, 32, warps=2, stages=4, sums=4),
+    (16, "wide"): Tile(16, 16, 32, warps=2, stages=4, sums=2),
+    (16, "long"): Tile(16, 16, 128, warps=4, stages=4),
+    (16, "short"): Tile(16, 16, 64, warps=2, stages=8),
+    (32, "gated"): Tile(32, 16, 64, warps=2, stages=4, sums=2),
+    (32, "wide"): Tile(32, 16, 64, warps=4, stages=8),
+    (32, "long"): Tile(32, 16, 128, warps=2, stages=4, sums=2),
+    (32, "short"): Tile(32, 16, 64, warps=2, stages=4),
+    (64, "gated"): Tile(64, 16, 128, warps=4, stages=6),
+    (64, "wide"): Tile(64, 16, 64, warps=4, stages=8),
+    (64, "long"): Tile(64, 16, 64, warps=4, stages=4, sums=2),
+    (64, "short"): Tile(64, 16, 128, warps=4, stages=4),
+}
 
 
 def fused_linear(
@@ -107,10 +122,11 @@ def fused_linear(
         BLOCK_ROWS=block.rows,
         BLOCK_OUTPUTS=block.outputs,
         BLOCK_INPUTS=block.inputs,
-        OVERLAPS=overlaps(rows),
+        SUMS=block.sums,
+        OVERLAPS=overlaps(),
         num_warps=block.warps,
         num_stages=block.stages,
-        **launch_options(rows),
+        **launch_options(),
     )
     return out
 
@@ -131,6 +147,69 @@ def _check(
     assert bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous())
     assert norm is None or (norm.weight.shape == (inputs,) and norm.weight.is_contiguous())
     assert residual is None or (residual.shape == out.shape and residual.stride(1) == 1)
+
+
+@triton.jit
+def _add_products(
+    x_rows, weight_rows, up_rows, norm_ptr, k, row_there, column_there, total, up_total, squares,
+    INPUTS: tl.constexpr, HAS_NORM: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """The sums with the products of inputs k added; squares of x, for its norm."""
+    k_there = k < INPUTS
+    part = tl.load(x_rows + k[None, :], mask=row_there & k_there[None, :], other=0.0)
+    if HAS_NORM:
+        norm_weight = tl.load(norm_ptr + k, mask=k_there, other=0.0)
+        wide = part.to(tl.float32)
+        squares += tl.sum(wide * wide, axis=1)
+        part = (wide * norm_weight.to(tl.float32)[None, :]).to(part.dtype)
+    there = column_there[:, None] & k_there[None, :]
+    weights = tl.load(weight_rows + k[None, :], mask=there, other=0.0)
+    total = tl.dot(part, tl.trans(weights), total, input_precision="ieee")
+    if GATED:
+        ups = tl.load(up_rows + k[None, :], mask=there, other=0.0)
+        up_total = tl.dot(part, tl.trans(ups), up_total, input_precision="ieee")
+    return total, up_total, squares
+
+
+@triton.jit
+def sum_products(
+    x_rows, weight_rows, up_rows, norm_ptr, row_there, column_there,
+    INPUTS: tl.constexpr, HAS_NORM: tl.constexpr, GATED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """A tile of x times weights, and times ups; with a norm also the squares of x, its scale is
+    not applied. x_rows, weight_rows, up_rows: pointers  # [BLOCK_ROWS or BLOCK_OUTPUTS, 1]"""
+    squares = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    total = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), dtype=tl.float32)
+    up_total = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), dtype=tl.float32)
+    total_2, up_2, total_3, up_3, total_4, up_4 = total, up_total, total, up_total, total, up_total
+    for start in range(0, INPUTS, BLOCK_INPUTS * SUMS):
+        k = start + tl.arange(0, BLOCK_INPUTS)
+        total, up_total, squares = _add_products(
+            x_rows, weight_rows, up_rows, norm_ptr, k, row_there, column_there,
+            total, up_total, squares, INPUTS, HAS_NORM, GATED,
+        )  # fmt: skip
+        if SUMS > 1:
+            total_2, up_2, squares = _add_products(
+                x_rows, weight_rows, up_rows, norm_ptr, k + BLOCK_INPUTS, row_there, column_there,
+                total_2, up_2, squares, INPUTS, HAS_NORM, GATED,
+            )  # fmt: skip
+        if SUMS > 2:
+            total_3, up_3, squares = _add_products(
+                x_rows, weight_rows, up_rows, norm_ptr, k + 2 * BLOCK_INPUTS, row_there,
+                column_there, total_3, up_3, squares, INPUTS, HAS_NORM, GATED,
+            )  # fmt: skip
+            total_4, up_4, squares = _add_products(
+                x_rows, weight_rows, up_rows, norm_ptr, k + 3 * BLOCK_INPUTS, row_there,
+                column_there, total_4, up_4, squares, INPUTS, HAS_NORM, GATED,
+            )  # fmt: skip
+    if SUMS > 1:
+        total += total_2
+        up_total += up_2
+    if SUMS > 2:
+        total += total_3 + total_4
+        up_total += up_3 + up_4
+    return total, up_total, squares
 
 
 # One compiled form for every number of rows, so that all have the same order of sums.
@@ -156,6 +235,7 @@ def _fused_linear(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
+    SUMS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -165,31 +245,17 @@ def _fused_linear(
     x_rows = x_ptr + rows.to(tl.int64)[:, None] * x_stride
     weight_rows = weight_ptr + columns.to(tl.int64)[:, None] * weight_stride
     up_rows = weight_ptr + (columns + RESULTS).to(tl.int64)[:, None] * weight_stride
-    dtype = x_ptr.dtype.element_ty
 
-    squares = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
-    total = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), dtype=tl.float32)
-    up_total = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), dtype=tl.float32)
     if OVERLAPS:
-        gdc_wait()
-    for start in range(0, INPUTS, BLOCK_INPUTS):
-        k = start + tl.arange(0, BLOCK_INPUTS)
-        k_there = k < INPUTS
-        part = tl.load(x_rows + k[None, :], mask=row_there & k_there[None, :], other=0.0)
-        if HAS_NORM:
-            norm_weight = tl.load(norm_ptr + k, mask=k_there, other=0.0)
-            wide = part.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1)
-            part = (wide * norm_weight.to(tl.float32)[None, :]).to(dtype)
-        there = column_there[:, None] & k_there[None, :]
-        weights = tl.load(weight_rows + k[None, :], mask=there, other=0.0)
-        total = tl.dot(part, tl.trans(weights), total, input_precision="ieee")
+        real_columns = tl.minimum(columns, RESULTS - 1).to(tl.int64)[:, None]
+        fetch_rows(weight_ptr + real_columns * weight_stride, INPUTS)
         if GATED:
-            ups = tl.load(up_rows + k[None, :], mask=there, other=0.0)
-            up_total = tl.dot(part, tl.trans(ups), up_total, input_precision="ieee")
-
-    if OVERLAPS:
-        gdc_launch_dependents()
+            fetch_rows(weight_ptr + (real_columns + RESULTS) * weight_stride, INPUTS)
+        wait()
+    total, up_total, squares = sum_products(
+        x_rows, weight_rows, up_rows, norm_ptr, row_there, column_there, INPUTS, HAS_NORM, GATED,
+        BLOCK_ROWS, BLOCK_OUTPUTS, BLOCK_INPUTS, SUMS,
+    )  # fmt: skip
     if HAS_NORM:  # a row's scale may as well be applied to its sums
         scale = tl.rsqrt(squares / INPUTS + eps)[:, None]
         total *= scale

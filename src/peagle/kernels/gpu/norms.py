@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.gpu.overlap import gdc_launch_dependents, gdc_wait, launch_options, overlaps
+from peagle.kernels.gpu.overlap import launch_options, overlaps, wait
 
 MAX_COLUMNS = 4096  # of a row that a program holds at once; longer rows are read in parts
 
@@ -42,7 +42,9 @@ def norm_pair(
             eps,
             COLUMNS=columns,
             BLOCK=triton.next_power_of_2(columns),
+            OVERLAPS=overlaps(),
             num_warps=4,
+            **launch_options(),
         )
     return out
 
@@ -96,9 +98,9 @@ def _run_norm(
         COLUMNS=columns,
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
-        OVERLAPS=overlaps(rows),
+        OVERLAPS=overlaps(),
         num_warps=4 if block <= 1024 else 8,
-        **launch_options(rows),
+        **launch_options(),
     )
 
 
@@ -118,7 +120,7 @@ def _rms_norm(
     OVERLAPS: tl.constexpr,
 ):
     if OVERLAPS:
-        gdc_wait()
+        wait()
     row = tl.program_id(0).to(tl.int64)
     x_row, residual_row = x_ptr + row * x_stride, residual_ptr + row * residual_stride
     dtype = x_ptr.dtype.element_ty
@@ -134,8 +136,6 @@ def _rms_norm(
             part = rounded.to(tl.float32)
         squares += part * part
     scale = tl.rsqrt(tl.sum(squares, axis=0) / COLUMNS + eps)
-    if OVERLAPS:
-        gdc_launch_dependents()
     for start in range(0, COLUMNS, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         there = columns < COLUMNS
@@ -160,7 +160,10 @@ def _norm_pair(
     eps,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        wait()
     row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     there = columns < COLUMNS

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.gpu.overlap import gdc_launch_dependents, gdc_wait, launch_options, overlaps
+from peagle.kernels.gpu.overlap import launch_options, overlaps, wait
 from peagle.kernels.gpu.tiles import power_of_two
 from peagle.kernels.rows import PagedRows
 
@@ -65,9 +65,9 @@ def rotate_and_write(
             HAS_NORM=q_norm is not None,
             BLOCK_H=block_heads,
             BLOCK_C=power_of_two(dim // 2),
-            OVERLAPS=overlaps(qkv.shape[0]),
+            OVERLAPS=overlaps(),
             num_warps=max(block_heads // HEADS_PER_PROGRAM, 1),
-            **launch_options(qkv.shape[0]),
+            **launch_options(),
         )
     return q
 
@@ -93,15 +93,21 @@ def _rotate_and_write(
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        gdc_wait()
-    # 1. Which row, heads and columns of a half.
+    # 1. Which row, heads and columns of a half; its place, written long before, and its angles.
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]  # [BLOCK_H, 1]
     column = tl.arange(0, BLOCK_C)[None, :]  # [1, BLOCK_C]
     there = (head < HEADS + 2 * KV_HEADS) & (column < HALF)
     is_query, is_key = head < HEADS, (head >= HEADS) & (head < HEADS + KV_HEADS)
     is_value = head >= HEADS + KV_HEADS
+    angles = tl.load(positions_ptr + row).to(tl.int64) * (2 * HALF) + column
+    cos_x = tl.load(cos_ptr + angles, mask=column < HALF, other=0.0)
+    cos_y = tl.load(cos_ptr + angles + HALF, mask=column < HALF, other=0.0)
+    sin_x = tl.load(sin_ptr + angles, mask=column < HALF, other=0.0)
+    sin_y = tl.load(sin_ptr + angles + HALF, mask=column < HALF, other=0.0)
+    slot = tl.load(slots_ptr + row).to(tl.int64) * (KV_HEADS * 2 * HALF) + column
+    if OVERLAPS:
+        wait()
     source = qkv_ptr + row * ((HEADS + 2 * KV_HEADS) * 2 * HALF) + head * (2 * HALF) + column
     first = tl.load(source, mask=there, other=0.0)
     second = tl.load(source + HALF, mask=there, other=0.0)
@@ -122,21 +128,13 @@ def _rotate_and_write(
         y = ((y * scale).to(dtype).to(tl.float32) * y_weight).to(dtype).to(tl.float32)
 
     # 3. Rotation; the sign of the first half is in its sine.
-    angles = tl.load(positions_ptr + row).to(tl.int64) * (2 * HALF) + column
-    cos_x = tl.load(cos_ptr + angles, mask=column < HALF, other=0.0)
-    cos_y = tl.load(cos_ptr + angles + HALF, mask=column < HALF, other=0.0)
-    sin_x = tl.load(sin_ptr + angles, mask=column < HALF, other=0.0)
-    sin_y = tl.load(sin_ptr + angles + HALF, mask=column < HALF, other=0.0)
     rotated_x = (x * cos_x + y * sin_x).to(dtype)
     rotated_y = (y * cos_y + x * sin_y).to(dtype)
 
-    if OVERLAPS:
-        gdc_launch_dependents()
     # 4. Each kind of head to its place.
     query = q_ptr + row * (HEADS * 2 * HALF) + head * (2 * HALF) + column
     tl.store(query, rotated_x, mask=there & is_query)
     tl.store(query + HALF, rotated_y, mask=there & is_query)
-    slot = tl.load(slots_ptr + row).to(tl.int64) * (KV_HEADS * 2 * HALF) + column
     key = keys_ptr + slot + (head - HEADS) * (2 * HALF)
     tl.store(key, rotated_x, mask=there & is_key)
     tl.store(key + HALF, rotated_y, mask=there & is_key)

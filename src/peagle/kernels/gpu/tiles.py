@@ -9,7 +9,8 @@ from typing import NamedTuple
 MAX_TILE_ROWS = 64
 # The smallest side that a matrix product of the GPU takes.
 MIN_SIDE = 16
-MIN_SPLIT = 128  # keys: one tile
+COARSE_SPLIT, FINE_SPLIT = 128, 64  # keys of a part: one tile
+MANY_SPLITS = 8  # from so many on tiles are as small as the finest part
 
 
 class Tile(NamedTuple):
@@ -20,10 +21,11 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def tile(num_rows: int, group: int, dim: int) -> Tile:
+def tile(num_rows: int, group: int, dim: int, num_splits: int) -> Tile:
     """For items of `num_rows` rows and `group` heads per key-value head."""
     block_m = min(padded(num_rows * group), MAX_TILE_ROWS)
-    block_n = 32 if dim > 128 else 64 if block_m == MAX_TILE_ROWS or dim > 64 else 128
+    small = block_m == MAX_TILE_ROWS or dim > 64 or num_splits >= MANY_SPLITS
+    block_n = 32 if dim > 128 else FINE_SPLIT if small else COARSE_SPLIT
     return Tile(block_m, block_n, padded(dim), num_warps=4, num_stages=3)
 
 
@@ -40,6 +42,8 @@ def choose_splits(num_items: int, kv_heads: int, max_context: int, num_sms: int)
     """Over how many programs an item's keys are divided. Tiles of keys follow each other, at
     more than a microsecond each, while most of the GPU is idle: so even short contexts are
     divided, as long as all parts run at once."""
-    programs = num_items * kv_heads
-    fits_at_once = num_sms // programs
-    return max(min(fits_at_once, max_context // MIN_SPLIT), 1)
+    fits_at_once = num_sms // (num_items * kv_heads)
+    finest = max_context // FINE_SPLIT
+    if MANY_SPLITS <= finest <= fits_at_once:
+        return finest
+    return max(min(fits_at_once, max_context // COARSE_SPLIT), 1)

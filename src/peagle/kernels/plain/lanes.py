@@ -90,6 +90,24 @@ def embed_rows(
     return expand_rows(F.embedding(token_ids, table), num_real, mask, num_rows)
 
 
+def embed_tokens(
+    table: Tensor,  # [V, H]
+    first: Tensor,  # [B]
+    others: Tensor,  # [B, K]
+) -> Tensor:
+    """The embeddings of each lane's first token and of the others behind it.  # [B * (K+1), H]"""
+    return F.embedding(torch.cat((first[:, None], others), dim=1).flatten(), table)
+
+
+def gather_taps(
+    pending_taps: Tensor,  # [L, P, C]
+    lanes: Tensor,  # [B]
+    count: int,
+) -> Tensor:
+    """The first `count` rows of these lanes.  # [B * count, C]"""
+    return pending_taps[lanes, :count].flatten(0, 1)
+
+
 def pick_rows(
     hidden: Tensor,  # [B * R, H]
     num_pending: Tensor,  # [B]

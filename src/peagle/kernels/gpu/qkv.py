@@ -1,0 +1,214 @@
+"""Queries, keys and values of few rows, rotated and written into the cache, in one launch.
+
+It is `fused_linear` with `rotate_and_write` behind it, up to a few last bits. A program computes
+whole pairs of one head that are rotated together: pair p is elements p and p + D / 2, side by side
+in a tile.
+
+Shapes: N rows, I inputs, S slots, h heads, g key-value heads, D head dimension, P positions.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from peagle.kernels.gpu.linear import Tile, sum_products, tile
+from peagle.kernels.gpu.overlap import fetch_rows, launch_options, overlaps, wait
+from peagle.kernels.layer import LayerTensors
+from peagle.kernels.plain.linear import Norm
+from peagle.kernels.rows import PagedRows
+
+# With more rows it is slower than two kernels: each program turns and scatters a whole tile.
+MAX_TURNED_ROWS = 32
+
+
+def fits_one_kernel(layer: LayerTensors, x: Tensor, head_dim: int) -> bool:
+    """Whether `qkv_to_cache` takes the layer; else `fused_linear`, then `rotate_and_write`.
+
+    A program has a part of one head: not enough for a head's norm, and not of two heads.
+    """
+    if len(x) > MAX_TURNED_ROWS or layer.q_norm is not None or layer.k_norm is not None:
+        return False
+    return head_dim % _tile(x, layer.qkv.weight).outputs == 0
+
+
+def _tile(x: Tensor, weight: Tensor) -> Tile:
+    """As in `fused_linear`: so the sums have the same order."""
+    outputs, inputs = weight.shape
+    return tile(len(x), outputs, inputs, gated=False, itemsize=weight.dtype.itemsize)
+
+
+def qkv_to_cache(
+    x: Tensor,  # [N, I]
+    weight: Tensor,  # [(h + 2g) * D, I]
+    bias: Tensor | None,  # [(h + 2g) * D]
+    *,
+    norm: Norm | None,  # of x, before the product
+    rows: PagedRows,
+    cos: Tensor,  # [P, D] float32, both halves the same
+    sin: Tensor,  # [P, D] float32, the first half the negated second
+    keys: Tensor,  # [S, g, D]
+    values: Tensor,  # [S, g, D]
+) -> Tensor:
+    """Writes each row's key and value to its slot; -> the rotated queries [N, h, D].
+
+    rows, cos and sin are read early (overlap.py): the launch right before must not write them.
+    """
+    (num_rows, inputs), (kv_heads, dim) = x.shape, keys.shape[-2:]
+    heads = weight.shape[0] // dim - 2 * kv_heads
+    q = torch.empty(num_rows, heads, dim, dtype=x.dtype, device=x.device)
+    _check(x, weight, bias, norm, q, cos, sin, keys, values)
+    if num_rows == 0:
+        return q
+    block = _tile(x, weight)
+    assert dim % block.outputs == 0
+    grid = (weight.shape[0] // block.outputs, triton.cdiv(num_rows, block.rows))
+    _qkv_to_cache[grid](
+        x,
+        weight,
+        # A pointer that is not read must still be one: x stands in.
+        x if bias is None else bias,
+        x if norm is None else norm.weight,
+        rows.positions,
+        rows.slots,
+        cos,
+        sin,
+        q,
+        keys,
+        values,
+        num_rows,
+        x.stride(0),
+        weight.stride(0),
+        0.0 if norm is None else norm.eps,
+        INPUTS=inputs,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HALF=dim // 2,
+        HAS_BIAS=bias is not None,
+        HAS_NORM=norm is not None,
+        BLOCK_ROWS=block.rows,
+        BLOCK_OUTPUTS=block.outputs,
+        BLOCK_INPUTS=block.inputs,
+        SUMS=block.sums,
+        OVERLAPS=overlaps(),
+        num_warps=block.warps,
+        num_stages=block.stages,
+        **launch_options(),
+    )
+    return q
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm | None,
+    q: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> None:
+    """Our own mistakes: the kernel would read or write beyond the end, or something else."""
+    inputs, outputs, (kv_heads, dim) = x.shape[1], weight.shape[0], keys.shape[-2:]
+    assert weight.shape[1] == inputs
+    assert outputs == (q.shape[1] + 2 * kv_heads) * dim
+    assert x.stride(1) == weight.stride(1) == 1
+    assert bias is None or (bias.shape == (outputs,) and bias.is_contiguous())
+    assert norm is None or (norm.weight.shape == (inputs,) and norm.weight.is_contiguous())
+    assert cos.shape[1] == sin.shape[1] == dim
+    assert cos.dtype == sin.dtype == torch.float32
+    assert x.dtype == weight.dtype == keys.dtype == values.dtype
+    assert all(t.is_contiguous() for t in (cos, sin, keys, values))
+
+
+# One compiled form for every number of rows, so that all have the same order of sums.
+@triton.jit(do_not_specialize=["num_rows"])
+def _qkv_to_cache(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    positions_ptr,
+    slots_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    num_rows,
+    x_stride,
+    weight_stride,
+    eps,
+    INPUTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,  # D / 2
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr,  # two for each pair
+    BLOCK_INPUTS: tl.constexpr,
+    SUMS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    # 1. Which rows, which head, which of its elements: both of a pair are neighbours.
+    PAIRS: tl.constexpr = BLOCK_OUTPUTS // 2
+    DIM: tl.constexpr = 2 * HALF
+    head = tl.program_id(0) // (HALF // PAIRS)
+    column = tl.arange(0, BLOCK_OUTPUTS)
+    is_second = column % 2
+    pair = tl.program_id(0) % (HALF // PAIRS) * PAIRS + column // 2
+    elements = pair + is_second * HALF
+    outputs = head * DIM + elements
+    rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row_there = rows < num_rows
+    there = row_there[:, None]
+    rows = rows.to(tl.int64)
+    x_rows = x_ptr + rows[:, None] * x_stride
+    weight_rows = weight_ptr + outputs.to(tl.int64)[:, None] * weight_stride
+    dtype = x_ptr.dtype.element_ty
+
+    # 2. Where rows go and how they turn: known since before the kernel ahead. An angle's cosine
+    # and sine lie as a pair does, so that after the product no thread needs what another one has.
+    if OVERLAPS:
+        fetch_rows(weight_rows, INPUTS)
+    slot = tl.load(slots_ptr + rows, mask=row_there, other=0).to(tl.int64)
+    position = tl.load(positions_ptr + rows, mask=row_there, other=0).to(tl.int64)
+    angles = position[:, None] * DIM + pair[None, :]
+    tables = tl.where(is_second[None, :] == 0, cos_ptr + angles, sin_ptr + HALF + angles)
+    turn = tl.load(tables, mask=there, other=0.0)
+    cos, sin = tl.split(tl.reshape(turn, (BLOCK_ROWS, PAIRS, 2)))
+
+    # 3. The product.
+    if OVERLAPS:
+        wait()
+    total, _, squares = sum_products(
+        x_rows, weight_rows, weight_rows, norm_ptr, there, elements < DIM, INPUTS, HAS_NORM, False,
+        BLOCK_ROWS, BLOCK_OUTPUTS, BLOCK_INPUTS, SUMS,
+    )  # fmt: skip
+    if HAS_NORM:
+        total *= tl.rsqrt(squares / INPUTS + eps)[:, None]
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + outputs).to(tl.float32)[None, :]
+
+    # 4. Rotation of queries and keys, of sums that are rounded already.
+    first, second = tl.split(tl.reshape(total.to(dtype), (BLOCK_ROWS, PAIRS, 2)))
+    if head < HEADS + KV_HEADS:
+        x, y = first.to(tl.float32), second.to(tl.float32)
+        first = (x * cos - y * sin).to(dtype)
+        second = (y * cos + x * sin).to(dtype)
+    result = tl.reshape(tl.join(first, second), (BLOCK_ROWS, BLOCK_OUTPUTS))
+
+    # 5. Each kind of head to its place.
+    if head < HEADS:
+        places = (rows * HEADS + head)[:, None] * DIM + elements[None, :]
+        tl.store(q_ptr + places, result, mask=there)
+    elif head < HEADS + KV_HEADS:
+        places = (slot * KV_HEADS + head - HEADS)[:, None] * DIM + elements[None, :]
+        tl.store(keys_ptr + places, result, mask=there)
+    else:
+        places = (slot * KV_HEADS + head - HEADS - KV_HEADS)[:, None] * DIM + elements[None, :]
+        tl.store(values_ptr + places, result, mask=there)

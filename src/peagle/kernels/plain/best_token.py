@@ -1,0 +1,35 @@
+"""The best token of each row straight from its hidden state: the definition, by way of logits.
+
+Shapes: R rows, H hidden, V columns of logits; `ids` as in kernels/plain/choose.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peagle.kernels.plain.choose import Chosen, choose_tokens
+
+# Up to so many rows the output product is bound by reading the table, at which cuBLAS is good, and
+# the logits are small beside it. So verification of one request also keeps plain decoding's bits.
+MAX_LOGIT_ROWS = 32
+DTYPES = torch.bfloat16, torch.float16  # what the tensor cores sum up in float32
+
+
+def best_tokens(hidden: Tensor, weight: Tensor, ids: Tensor | None) -> Chosen:
+    """The column of each row's largest logit, the lowest of equals.
+
+    hidden  # [R, H], normed
+    weight  # [V, H]
+    ids     # [V]
+
+    Logits are sums in float32 or better, compared as they are, never rounded.
+    """
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return choose_tokens(F.linear(hidden.to(wide), weight.to(wide)), None, ids)
+
+
+def fits_best_tokens(hidden: Tensor) -> bool:
+    """Whether greedy tokens of these rows are better chosen without writing logits."""
+    return hidden.shape[0] > MAX_LOGIT_ROWS and hidden.dtype in DTYPES

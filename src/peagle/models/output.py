@@ -1,0 +1,31 @@
+"""The last rows of a model, before anybody has decided whether their logits are needed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class OutputLayer(Protocol):
+    """The end of a target or of a drafter's network."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, H] -> [R, V]"""
+        ...
+
+    def output_product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [R, H], normed, and the table [V, H]: `logits` is their product."""
+        ...
+
+
+class OutputRows(NamedTuple):
+    hidden: Tensor  # [R, H], as `layer` takes them
+    layer: OutputLayer
+    ids: Tensor | None = None  # [V]: the target's id of each column, where they are not the same
+
+    def logits(self) -> Tensor:
+        return self.layer.logits(self.hidden)
+
+    def product(self) -> tuple[Tensor, Tensor]:
+        return self.layer.output_product(self.hidden)
