@@ -11,6 +11,7 @@ from peagle.engine.kv_cache import slot_bytes
 from peagle.engine.lanes import prompts as module
 from peagle.engine.lanes.engine import LaneEngine
 from peagle.engine.lanes.graphs import Report
+from peagle.engine.lanes.prefill import next_chunks
 from peagle.engine.lanes.steps import PREFILL_ITEM, DecodeShape, PrefillShape
 from peagle.engine.request import Request
 from peagle.engine.runner import target_layout
@@ -43,6 +44,13 @@ class OrderedSteps(WatchedSteps):
         super().join_prefill()
 
 
+def beside_a_step(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+    """Prompt rows that take as long as a decode step, whatever its size."""
+    monkeypatch.setattr(module, "PREFILL_START", 0)
+    monkeypatch.setattr(module, "DECODE_START", num_rows)
+    monkeypatch.setattr(module, "DECODE_ROW", 0)
+
+
 def some_tokens(count: int) -> list[int]:
     return [1 + n % 37 for n in range(count)]
 
@@ -65,7 +73,7 @@ def test_the_first_prompt_is_joined_at_once() -> None:
 def test_a_new_prompt_joins_after_as_many_steps_as_its_rows_take(
     rows: int, beside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "ROWS_BESIDE_A_STEP", PREFILL_ITEM)
+    beside_a_step(monkeypatch, PREFILL_ITEM)
     engine, steps = engine_with_one_running()
     engine.add_request("new", some_tokens(rows * PREFILL_ITEM - 1), LONG)
     steps.order.clear()
@@ -74,7 +82,21 @@ def test_a_new_prompt_joins_after_as_many_steps_as_its_rows_take(
     assert steps.order == ["prefill", *[[0]] * beside, "join", [0, 1]]
 
 
-def test_prompts_that_come_meanwhile_share_the_next_step() -> None:
+def test_steps_of_more_rows_take_longer_so_fewer_are_beside_a_prompt() -> None:
+    counts = []
+    for num_running in (2, 14):
+        engine = lane_engine(tiny.make_target(), max_num_seqs=32)
+        run_some(engine, num_running)
+        engine.seating.table.per_step[:] = 40  # as with 39 drafts each
+        engine.add_request("new", some_tokens(30), LONG)
+        engine.seating.admit()
+        chunks = next_chunks(engine.seating.prompting, max_items=4)
+        counts.append(engine._prompts._steps_beside(chunks))
+    assert counts == [2, 1]
+
+
+def test_prompts_that_come_meanwhile_share_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside_a_step(monkeypatch, PREFILL_ITEM)
     engine, steps = engine_with_one_running()
     steps.order.clear()
     for name in ("a", "b", "c"):
@@ -120,7 +142,7 @@ def run_some(engine: LaneEngine, count: int) -> None:
 def test_a_prompt_whose_request_ends_is_waited_for_before_its_blocks_are_used_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "ROWS_BESIDE_A_STEP", 1)  # it would join much later
+    beside_a_step(monkeypatch, 1)  # it would join much later
     engine, steps = engine_with_one_running()
     gone = engine.add_request("gone", some_tokens(39), LONG)
     engine.step()
@@ -137,7 +159,7 @@ def test_a_prompt_whose_request_ends_is_waited_for_before_its_blocks_are_used_ag
 def test_a_prompt_that_is_sent_back_is_waited_for_before_the_step_that_takes_its_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "ROWS_BESIDE_A_STEP", 1)
+    beside_a_step(monkeypatch, 1)
     bytes_per_block = tiny_block_bytes()
     engine, steps = engine_with_one_running(
         kv_cache_memory_bytes=bytes_per_block * 13, max_model_len=52
@@ -163,7 +185,7 @@ def tiny_block_bytes() -> int:
 def test_answers_do_not_depend_on_when_prompts_join(
     rows_beside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "ROWS_BESIDE_A_STEP", rows_beside)
+    beside_a_step(monkeypatch, rows_beside)
     target = tiny.make_target()
     jobs = [Job(p, LONG) for p in tiny.prompts(7, seed=5)]
     check_naive(target, run(lane_engine(target, max_num_seqs=3), jobs), jobs)

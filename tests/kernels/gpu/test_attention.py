@@ -155,8 +155,7 @@ def test_twin_gives_what_the_engine_attention_gives(window: int | None) -> None:
 
 def test_splits_fill_the_gpu_and_only_where_the_context_is_long() -> None:
     assert choose_splits(1, 3, 64, 132) == 1  # a part is no shorter than a tile
-    assert choose_splits(1, 3, 256, 132) == 2
-    assert choose_splits(1, 3, 512, 132) == 8  # fine parts where there is room for all of them
+    assert choose_splits(1, 3, 512, 132) == 8  # fine parts where few programs would run
     assert choose_splits(8, 3, 512, 132) == 4
     assert choose_splits(64, 3, 8192, 132) == 1  # the GPU is full
     assert choose_splits(8, 3, 100_000, 132) == 5  # all parts run at once
@@ -166,16 +165,23 @@ def test_splits_fill_the_gpu_and_only_where_the_context_is_long() -> None:
     num_rows=st.integers(1, 30),
     group=st.integers(1, 8),
     dim=st.sampled_from([8, 24, 128, 256]),
-    num_splits=st.sampled_from([1, 4, 8]),
+    programs=st.sampled_from([1, 16, 17]),
 )
 def test_a_tile_has_sides_that_a_matrix_product_takes(
-    num_rows: int, group: int, dim: int, num_splits: int
+    num_rows: int, group: int, dim: int, programs: int
 ) -> None:
-    sizes = tile(num_rows, group, dim, num_splits)
+    sizes = tile(num_rows, group, dim, programs)
     for side in (sizes.block_m, sizes.block_n, sizes.block_d):
         assert side >= 16
         assert side & (side - 1) == 0
     assert sizes.block_d >= dim
+
+
+@given(group=st.integers(1, 8), dim=st.sampled_from([64, 128]), kv_heads=st.integers(1, 16))
+def test_one_request_has_one_tile_of_keys_with_drafts_and_without(
+    group: int, dim: int, kv_heads: int
+) -> None:
+    assert len({tile(num_rows, group, dim, kv_heads).block_n for num_rows in range(1, 40)}) == 1
 
 
 SMOL, LARGE = (3, 3, 64), (4, 8, 128)  # group, key-value heads, head dimension

@@ -6,6 +6,7 @@ take little more than one of them alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,9 +18,11 @@ from peagle.engine.lanes.shapes import padded, sampling_of
 from peagle.engine.lanes.steps import PREFILL_ITEM, PrefillShape
 from peagle.engine.lanes.uploads import write_blocks
 
-# Prompt rows that are computed beside one decode step: a new lane joins after so many steps. By
-# count and not by clock, so that the same requests always meet in the same batches.
-ROWS_BESIDE_A_STEP = 512
+# How long prompts take beside decode steps, in rows: a prefill step of R rows as long as
+# (700 + R) / (330 + 0.8 D) decode steps of D rows. Reckoned from both kinds of steps of a small
+# target on an H200, on the long side: where a lane joins too early, all others wait for its
+# prompt. By count and not by clock, so that the same requests always meet in the same batches.
+PREFILL_START, DECODE_START, DECODE_ROW = 700, 330, 0.8
 # A prefill step slows the decode steps beside it, as it seems whatever its size, so prompts gather
 # for a few steps, unless they are many: a lane that waits for its prompt gives nothing either.
 PATIENCE = 4
@@ -67,9 +70,15 @@ class Prompts:
         # Reports are in the order of chunks; those that end no prompt have nothing to say.
         finals = [c.is_final for c in chunks]
         assert all(finals[:-1]), "only the last chunk may leave a prompt unfinished"
-        num_rows = sum(c.num_items for c in chunks) * PREFILL_ITEM
-        self._beside = Beside(chunks, self._start(chunks), -(-num_rows // ROWS_BESIDE_A_STEP))
+        self._beside = Beside(chunks, self._start(chunks), self._steps_beside(chunks))
         return None if self.seating.num_decoding else self._join()
+
+    def _steps_beside(self, chunks: Sequence[Chunk]) -> int:
+        table = self.seating.table
+        num_decoded = int(table.per_step[table.ready()].sum())
+        num_rows = sum(c.num_items for c in chunks) * PREFILL_ITEM
+        per_step = DECODE_START + DECODE_ROW * num_decoded
+        return math.ceil((PREFILL_START + num_rows) / per_step)
 
     def _is_time(self, chunks: Sequence[Chunk]) -> bool:
         self._waited += 1

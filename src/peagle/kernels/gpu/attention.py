@@ -79,7 +79,7 @@ def _run(
 ) -> None:
     (_, heads, dim), kv_heads = q.shape, keys.shape[1]
     group = heads // kv_heads
-    sizes = tile(rows.rows_per_item, group, dim, rows.num_splits)
+    sizes = tile(rows.rows_per_item, group, dim, len(rows.starts) * kv_heads)
     row_tiles = triton.cdiv(rows.rows_per_item * group, sizes.block_m)
     grid = (len(rows.starts) * row_tiles, kv_heads, rows.num_splits)
     fetches = math.prod(grid) <= MAX_FETCHING_PROGRAMS

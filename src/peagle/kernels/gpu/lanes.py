@@ -109,7 +109,10 @@ def plan_rows(
 ) -> RowPlan:
     batch, device = tables.shape[0], tables.device
     small = torch.empty(3, batch, dtype=torch.int32, device=device)
-    large = torch.empty(2, batch * rows_per_item, dtype=torch.int64, device=device)
+    # Both begin at multiples of 16 bytes, even of a single row: Triton compiles another form of a
+    # kernel where a pointer does not, and one row is to have the bits that it has among several.
+    count = batch * rows_per_item
+    large = torch.empty(2, count + count % 2, dtype=torch.int64, device=device)[:, :count]
     _plan[(batch,)](
         block_tables, tables, starts, counts, small[0], small[1], small[2], large[0], large[1],
         block_tables.shape[1], rows_per_item, block_size, trash_slot, max_position,

@@ -10,7 +10,7 @@ MAX_TILE_ROWS = 64
 # The smallest side that a matrix product of the GPU takes.
 MIN_SIDE = 16
 COARSE_SPLIT, FINE_SPLIT = 128, 64  # keys of a part: one tile
-MANY_SPLITS = 8  # from so many on tiles are as small as the finest part
+FEW_PROGRAMS = 16  # without splits: up to so many, fine parts find room on a large GPU
 
 
 class Tile(NamedTuple):
@@ -21,10 +21,12 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def tile(num_rows: int, group: int, dim: int, num_splits: int) -> Tile:
-    """For items of `num_rows` rows and `group` heads per key-value head."""
+def tile(num_rows: int, group: int, dim: int, programs: int) -> Tile:
+    """For items of `num_rows` rows and `group` heads per key-value head; `programs` is the number
+    of items times that of key-value heads. The tile of keys does not depend on the context, nor,
+    with few programs, on the rows: so one request has the same bits with drafts and without."""
     block_m = min(padded(num_rows * group), MAX_TILE_ROWS)
-    small = block_m == MAX_TILE_ROWS or dim > 64 or num_splits >= MANY_SPLITS
+    small = programs <= FEW_PROGRAMS or block_m == MAX_TILE_ROWS or dim > 64
     block_n = 32 if dim > 128 else FINE_SPLIT if small else COARSE_SPLIT
     return Tile(block_m, block_n, padded(dim), num_warps=4, num_stages=3)
 
@@ -42,8 +44,6 @@ def choose_splits(num_items: int, kv_heads: int, max_context: int, num_sms: int)
     """Over how many programs an item's keys are divided. Tiles of keys follow each other, at
     more than a microsecond each, while most of the GPU is idle: so even short contexts are
     divided, as long as all parts run at once."""
-    fits_at_once = num_sms // (num_items * kv_heads)
-    finest = max_context // FINE_SPLIT
-    if MANY_SPLITS <= finest <= fits_at_once:
-        return finest
-    return max(min(fits_at_once, max_context // COARSE_SPLIT), 1)
+    programs = num_items * kv_heads
+    shortest = FINE_SPLIT if programs <= FEW_PROGRAMS else COARSE_SPLIT
+    return max(min(num_sms // programs, max_context // shortest), 1)
