@@ -3,6 +3,7 @@
 #   make test               all tests that this machine can run
 #   make test-vllm          the tests that need vLLM, with its CPU build in .venv-vllm
 #   make check              ruff, ruff format, mypy --strict
+#   make browser            Debian's Chromium, if there is none: `make test` then looks at reports in it
 #   make clean              removes both environments and caches of the tools
 # PYTHON=python3.12 chooses the interpreter, ARGS="..." goes on to the command.
 
@@ -14,7 +15,7 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo test test-vllm check clean
+.PHONY: demo test test-vllm check browser clean
 
 demo: $(STAMP)
 	$(BIN)/peagle demo $(ARGS)
@@ -29,6 +30,9 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+browser:
+	command -v chromium || { apt-get -q update && apt-get -qy install --no-install-recommends chromium; }
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -85,6 +85,7 @@ def main() -> None:
         Way("plain, 32 at once", None, 0, 32),
         Way("P-EAGLE K = 7, one at a time", args.p_eagle, 7, 1),
         Way("P-EAGLE K = 7, 32 at once", args.p_eagle, 7, 32),
+        Way("P-EAGLE K = 11, one at a time", args.p_eagle, 11, 1),
         Way("EAGLE-3 K = 5, one at a time", args.eagle3, 5, 1),
     ]
     reference: list[list[int]] = []

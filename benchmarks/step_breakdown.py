@@ -29,7 +29,7 @@ REPLAYS = 20
 IN_A_ROW = 4  # as an engine launches them: each begins where the last one ends
 BANDWIDTH = {"NVIDIA H200": 4.8e12}  # bytes per second, from the data sheet
 KINDS = {  # how a kernel's name tells what it is for; the first that fits
-    "attention": ("_attend", "_merge_splits", "_merge"),
+    "attention": ("_attend", "_merge"),
     "rotary embedding, cache write": ("_rotate",),
     "products with norm, gate, residual": ("_fused_linear", "_qkv_to_cache"),
     "products (cuBLAS)": ("gemm", "cutlass", "nvjet", "cublas", "splitK", "gemv"),

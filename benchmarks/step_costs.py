@@ -39,6 +39,7 @@ from peagle.models.target import TargetModel, default_tap_layers
 from peagle.provenance import provenance
 
 WARM_UPS, REPLAYS = 2, 10
+HEADROOM = 512  # tokens that replays may add before a request ends
 QWEN3_8B = {
     "vocab_size": 151_936,
     "hidden_size": 4096,
@@ -136,7 +137,7 @@ class Bench:
 
     def __init__(self, target: TargetModel, drafter: Any, args: argparse.Namespace) -> None:
         config = EngineConfig(
-            max_model_len=max(args.context) + 64,
+            max_model_len=max(args.context) + HEADROOM,
             max_num_seqs=max(args.concurrency),
             max_num_batched_tokens=1024,
         )
@@ -148,14 +149,14 @@ class Bench:
         """False if the cache cannot hold that many tokens."""
         engine, state = self.engine, self.engine.models.state
         size = engine.allocator.block_size
-        per_lane = -(-(context + 64) // size)
+        per_lane = -(-(context + HEADROOM) // size)
         if batch * per_lane > engine.allocator.num_blocks:
             return False
         blocks = torch.arange(batch * per_lane, dtype=torch.int32).view(batch, per_lane)
         state.block_tables[:batch, :per_lane] = blocks.to(self.device)
         state.num_computed[:batch] = context
         state.draft_starts[:batch] = context - min(depth + 1, 4)
-        state.limits[:batch] = context + 64
+        state.limits[:batch] = context + HEADROOM
         state.num_prompt[:batch] = 1
         state.wanted_drafts[:batch] = depth
         return True

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.kernels.plain import lanes
+from peagle.kernels.plain import lanes, row_copies
 
 from .gpu import lane_cases
 from .gpu.lane_cases import Case, cases
@@ -71,7 +71,7 @@ def test_expand_rows_puts_masks_behind_the_real_rows(
     mask = torch.randn(6, generator=generator)
     most = min(given_rows, num_rows)
     num_real = torch.randint(most + 1, (batch,), generator=generator)
-    rows = lanes.expand_rows(real, num_real, mask, num_rows)
+    rows = row_copies.expand_rows(real, num_real, mask, num_rows)
     assert torch.equal(rows, lane_cases.slow_expand_rows(real, num_real, mask, num_rows))
 
 

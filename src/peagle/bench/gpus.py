@@ -31,8 +31,8 @@ class Assumptions:
     cache_share: float = 0.63  # the same of attention: keys and values lie in scattered blocks
     flops_share: float = 0.73  # of the peak, in a product of many rows
     kernel_overhead: float = 2.3e-6  # seconds to start and end any kernel, in a CUDA graph
-    # Seconds in which the device waits for the host: 5 to 70 us up to 32 requests in
-    # benchmarks/results/engine_h200.json, 90 to 240 with 128.
+    # Seconds in which the device waits for the host: 8 to 180 us up to 32 requests in
+    # benchmarks/results/engine_h200.json, 170 to 490 with 128.
     step_overhead: float = 3e-5
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from peagle.kernels.plain import best_token as plain_best_token
 from peagle.kernels.plain import choose as plain_choose
 from peagle.kernels.plain import lanes as plain_lanes
 from peagle.kernels.plain import rejection as plain_rejection
+from peagle.kernels.plain import row_copies as plain_row_copies
 from peagle.kernels.plain.choose import Chosen, Laws, RowRules
 from peagle.kernels.plain.rejection import Coins, Verdict
 
@@ -145,16 +146,16 @@ def step_ops(device: torch.device) -> StepOps:
 
 
 def _on_gpu() -> StepOps:
-    from peagle.kernels.gpu import best_token, choose, lanes, rejection
+    from peagle.kernels.gpu import best_token, choose, lanes, rejection, row_copies
 
     return StepOps(
         lanes.begin_step,
         lanes.plan_rows,
-        lanes.expand_rows,
-        lanes.embed_rows,
-        lanes.embed_tokens,
-        lanes.gather_taps,
-        lanes.pick_rows,
+        row_copies.expand_rows,
+        row_copies.embed_rows,
+        row_copies.embed_tokens,
+        row_copies.gather_taps,
+        row_copies.pick_rows,
         lanes.commit,
         best_token.best_tokens,
         choose.choose_tokens,
@@ -169,11 +170,11 @@ def _plain() -> StepOps:
     return StepOps(
         plain_lanes.begin_step,
         plain_lanes.plan_rows,
-        plain_lanes.expand_rows,
-        plain_lanes.embed_rows,
-        plain_lanes.embed_tokens,
-        plain_lanes.gather_taps,
-        plain_lanes.pick_rows,
+        plain_row_copies.expand_rows,
+        plain_row_copies.embed_rows,
+        plain_row_copies.embed_tokens,
+        plain_row_copies.gather_taps,
+        plain_row_copies.pick_rows,
         plain_lanes.commit,
         plain_best_token.best_tokens,
         plain_choose.choose_tokens,

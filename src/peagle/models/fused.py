@@ -87,9 +87,10 @@ class FusedLayers:
         from peagle.kernels.gpu.layers import run_layers
 
         bound, tables = self._current(), (self._rotary.cos, self._rotary.sin)
-        # The kernels look the angles up themselves, unrounded: no gather before the layers.
-        if not bound.row_major or tables[0].dtype is not torch.float32:
+        if not bound.row_major:
             return None
+        # The kernels look the angles up themselves, unrounded: no gather before the layers.
+        assert all(table.dtype is torch.float32 for table in tables)
         cache = attention.keys, attention.values
         return run_layers(bound.layers, x, inputs, *tables, attention.rows, *cache)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from peagle.engine.blocks import BlockAllocator
 from peagle.engine.kv_cache import slot_bytes
 from peagle.engine.lanes.clock import DeviceClock
-from peagle.engine.lanes.seats import Seating
+from peagle.engine.lanes.seats import BLOCKS_AHEAD, Seating
 from peagle.engine.lanes.table import LaneTable
 from peagle.engine.request import Request
 from peagle.engine.runner import target_layout
@@ -162,6 +162,43 @@ def test_the_oldest_is_never_sent_back_for_a_younger() -> None:
     assert not old.closed
     assert list(seating.waiting) == [requests[1]]
     assert requests[1].num_preemptions == 1
+
+
+@pytest.mark.parametrize(("num_blocks", "prompt", "count"), [(8, 62, 2), (200, 382, 8)])
+def test_blocks_taken_ahead_keep_nobody_from_a_seat(
+    num_blocks: int, prompt: int, count: int
+) -> None:
+    """16 tokens a block: the requests' own blocks are exactly those that there are, or almost."""
+    allocator = BlockAllocator(num_blocks, 16)
+    seating = Seating(allocator, 64, 0, frozenset(), DeviceClock(SpecDecodeStats()))
+    seating.waiting.extend(request(prompt, 256, 0) for _ in range(count))
+    seating.admit()
+    assert len(seating.seats) == count
+
+
+def test_plenty_of_blocks_are_taken_at_once_and_few_are_not() -> None:
+    for num_blocks, expected in ((1000, 1 + BLOCKS_AHEAD), (8, 1 + 7 // 4)):
+        seating = Seating(
+            BlockAllocator(num_blocks, 16), 4, 0, frozenset(), DeviceClock(SpecDecodeStats())
+        )
+        seating.waiting.append(request(3, 1000, 0))
+        seating.admit()
+        (seat,) = seating.seats.values()
+        assert seat.request.table is not None
+        assert len(seat.request.table.blocks) == expected
+        assert seating.table.capacity[seat.lane] == expected * 16
+
+
+def test_a_step_that_just_fits_sends_nobody_back() -> None:
+    allocator = BlockAllocator(20, 1)
+    seating = Seating(allocator, 4, 7, frozenset(), DeviceClock(SpecDecodeStats()))
+    seating.waiting.append(request(3, 20, 0))
+    seating.admit()
+    (seat,) = seating.seats.values()
+    seating.table.num_computed[seat.lane] = 19
+    seating.make_room(seat)  # all 20: no block is left to be taken ahead
+    assert not seat.closed
+    assert seating.table.capacity[seat.lane] == 20
 
 
 def test_admission_waits_for_blocks_and_keeps_the_order() -> None:

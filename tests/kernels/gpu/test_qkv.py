@@ -144,7 +144,12 @@ def test_a_drafters_first_layer_reads_two_inputs_side_by_side() -> None:
 @pytest.mark.parametrize("num_rows", [5, 17, 70])
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_bits_are_those_of_the_two_kernels(num_rows: int, extras: bool, dtype: torch.dtype) -> None:
+def test_sums_have_the_order_of_the_two_kernels(
+    num_rows: int, extras: bool, dtype: torch.dtype
+) -> None:
+    """In the interpreter, where every operation is rounded by itself, to the bit."""
+    if DEVICE.type == "cuda":
+        pytest.skip("a compiler may join a product and a sum in one kernel and not in another")
     case = make_case(num_rows, inputs=136, dtype=dtype, norm=extras, bias=extras)
     for ours, theirs in zip(case.run(qkv_to_cache), case.run(two_kernels), strict=True):
         assert torch.equal(ours, theirs)
@@ -208,18 +213,20 @@ def layer_of(case: Case, heads: Heads, head_norms: bool) -> LayerTensors:
 
 
 @pytest.mark.parametrize(
-    ("heads", "head_norms", "expected"),
+    ("heads", "head_norms", "num_rows", "expected"),
     [
-        (SMALL, False, "one kernel"),
-        (SMALL, True, "two kernels"),  # a head's norm needs all of it
-        (Heads(3, 1, 8), False, "two kernels"),  # a tile would be of two heads
-        (Heads(3, 1, 24), False, "two kernels"),
+        (SMALL, False, 5, "one kernel"),
+        (SMALL, False, 32, "one kernel"),
+        (SMALL, False, 33, "two kernels"),  # that many are quicker so
+        (SMALL, True, 5, "two kernels"),  # a head's norm needs all of it
+        (Heads(3, 1, 8), False, 5, "two kernels"),  # a tile would be of two heads
+        (Heads(3, 1, 24), False, 5, "two kernels"),
     ],
 )
 def test_layers_choose_the_kernel_that_fits(
-    heads: Heads, head_norms: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+    heads: Heads, head_norms: bool, num_rows: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = make_case(5, heads)
+    case = make_case(num_rows, heads)
     layer = layer_of(case, heads, head_norms)
     assert fits_one_kernel(layer, case.x, heads.dim) == (expected == "one kernel")
     called: list[str] = []

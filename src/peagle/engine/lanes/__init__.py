@@ -11,7 +11,8 @@ graphs     steps captured as CUDA graphs, made when first used
 shapes     which few shapes there are graphs for
 table      what the host knows of all lanes, as columns
 seats      who sits in which lane, which blocks they hold
-prompts    prefill beside decoding
+prompts    prefill beside decoding; prefill: its inputs
+uploads    which blocks lanes have gained
 clock      how long the device worked and waited
 engine     LaneEngine: admit, prefill, decode, collect
 """

@@ -13,6 +13,8 @@ from peagle.engine.lanes.seats import Seat
 from peagle.engine.lanes.steps import PREFILL_ITEM, SETTINGS, empty_prefill
 from peagle.engine.request import Request
 
+Fields = dict[str, NDArray[np.int64]]  # those of PrefillInputs
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -46,16 +48,16 @@ def next_chunks(seats: Sequence[Seat], max_items: int) -> list[Chunk]:
 def prefill_inputs(chunks: Sequence[Chunk], num_items: int, dummy_lane: int) -> Tensor:
     """One int64 tensor in the order of PrefillInputs, padded to `num_items`."""
     packed, tensors = empty_prefill(num_items, dummy_lane)
-    fields = [tensor.numpy() for tensor in tensors]  # the same memory, quicker to write to
-    final_rows, final_lanes, final_lengths = fields[-4:-1]
-    settings = fields[-1].reshape(len(SETTINGS), num_items)
+    # The same memory, quicker to write to.
+    fields = {name: tensor.numpy() for name, tensor in tensors._asdict().items()}
+    settings = fields["final_settings"].reshape(len(SETTINGS), num_items)
     item = 0
     for n, chunk in enumerate(chunks):
         _fill(fields, chunk, item)
         if chunk.is_final:
-            final_rows[n] = item * PREFILL_ITEM + chunk.count - 1
-            final_lanes[n] = chunk.seat.lane
-            final_lengths[n] = chunk.seat.length
+            fields["final_rows"][n] = item * PREFILL_ITEM + chunk.count - 1
+            fields["final_lanes"][n] = chunk.seat.lane
+            fields["final_lengths"][n] = chunk.seat.length
             settings[:, n] = _settings(chunk.seat.request)
         item += chunk.num_items
     return packed
@@ -76,16 +78,15 @@ def _settings(request: Request) -> list[int]:
     ]
 
 
-def _fill(fields: Sequence[NDArray[np.int64]], chunk: Chunk, item: int) -> None:
-    token_ids, next_ids, lanes, starts, counts, draft_counts = fields[:6]
+def _fill(fields: Fields, chunk: Chunk, item: int) -> None:
     tokens = chunk.seat.request.token_ids
     row, end = item * PREFILL_ITEM, chunk.first + chunk.count
-    token_ids[row : row + chunk.count] = tokens[chunk.first : end]
+    fields["token_ids"][row : row + chunk.count] = tokens[chunk.first : end]
     known = tokens[chunk.first + 1 : end + 1]  # one fewer where the prompt ends
-    next_ids[row : row + len(known)] = known
+    fields["next_ids"][row : row + len(known)] = known
     items = slice(item, item + chunk.num_items)
     offsets = np.arange(chunk.num_items) * PREFILL_ITEM
-    lanes[items] = chunk.seat.lane
-    starts[items] = chunk.first + offsets
-    counts[items] = np.minimum(chunk.count - offsets, PREFILL_ITEM)
-    draft_counts[items] = np.clip(len(known) - offsets, 0, PREFILL_ITEM)
+    fields["lanes"][items] = chunk.seat.lane
+    fields["starts"][items] = chunk.first + offsets
+    fields["counts"][items] = np.minimum(chunk.count - offsets, PREFILL_ITEM)
+    fields["draft_counts"][items] = np.clip(len(known) - offsets, 0, PREFILL_ITEM)

@@ -62,26 +62,41 @@ class Seating:
 
     def admit(self) -> None:
         """Seats waiting requests while a lane and blocks for all their known tokens are free."""
+        seated = []
         while self.waiting and self._free_lanes:
             request = self.waiting[0]
             expected = request.num_tokens + request.num_speculative_tokens + 2
             limit = len(request.prompt_token_ids) + request.max_tokens
             table = self.allocator.open_table(limit)
-            wishes = (expected + self._tokens_ahead(), expected)
-            if not any(self.allocator.grow(table, min(wish, limit)) for wish in wishes):
+            if not self.allocator.grow(table, min(expected, limit)):
                 self.allocator.close_table(table)
                 break
             self.waiting.popleft()
             request.table, request.status = table, Status.RUNNING
-            self._sit(request, limit)
+            seated.append(self._sit(request, limit))
+        for seat in seated:
+            self._grow(seat, 0)
+
+    def _grow(self, seat: Seat, num_tokens: int) -> bool:
+        """Room for so many tokens and, if there is plenty, for some more. False: not even for
+        these."""
+        blocks, limit = seat.request.table, int(self.table.limits[seat.lane])
+        assert blocks is not None
+        needed = max(num_tokens, blocks.capacity)
+        wishes = (needed + self._tokens_ahead(), needed)
+        has_grown = any(self.allocator.grow(blocks, min(wish, limit)) for wish in wishes)
+        self.table.capacity[seat.lane] = blocks.capacity
+        return has_grown
 
     def _tokens_ahead(self) -> int:
-        """If all took as many, most of the free blocks would be left."""
-        num_requests = len(self.seats) + min(len(self.waiting), len(self._free_lanes))
-        share = self.allocator.num_free // (4 * num_requests)
+        """None while somebody waits for blocks. If all took as many, most free ones would be
+        left."""
+        if self.waiting and self._free_lanes:
+            return 0
+        share = self.allocator.num_free // (4 * len(self.seats))
         return min(share, BLOCKS_AHEAD) * self.allocator.block_size
 
-    def _sit(self, request: Request, limit: int) -> None:
+    def _sit(self, request: Request, limit: int) -> Seat:
         self._num_admitted += 1
         seat = Seat(request, self._free_lanes.pop(), self._num_admitted, request.num_tokens)
         table, lane = self.table, seat.lane
@@ -95,6 +110,7 @@ class Seating:
         request.take_outcomes = partial(table.take_outcomes, lane)
         self.seats[lane] = seat
         self.prompting.append(seat)
+        return seat
 
     def make_room_for_step(self) -> list[Seat]:
         """Blocks for one more step of all that decode; may send the youngest seats back.
@@ -108,14 +124,8 @@ class Seating:
 
     def make_room(self, seat: Seat) -> None:
         """Blocks for one more step of this seat, unless it is sent back itself."""
-        lane = slice(seat.lane, seat.lane + 1)
-        reach, limit = int(self.table.reach(lane)[0]), int(self.table.limits[seat.lane])
-        while not seat.closed:
-            blocks = seat.request.table
-            assert blocks is not None
-            if self.allocator.grow(blocks, min(reach + self._tokens_ahead(), limit)):
-                self.table.capacity[seat.lane] = blocks.capacity
-                return
+        reach = int(self.table.reach(slice(seat.lane, seat.lane + 1))[0])
+        while not seat.closed and not self._grow(seat, reach):
             self._send_back(next(reversed(self.seats.values())))
 
     def ready_lanes(self) -> Lanes:

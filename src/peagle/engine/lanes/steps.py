@@ -124,8 +124,8 @@ class PrefillInputs(NamedTuple):
     final_rows: Tensor  # [I] the last rows of prompts that end in this chunk, in any order
     final_lanes: Tensor  # [I] their lanes; the dummy where there is none
     final_lengths: Tensor  # [I] how many tokens those prompts have
-    # What their requests ask for: the LaneState columns of these names, in the order of
-    # SETTINGS, [len(SETTINGS) * I]. Of FRACTIONS the bits of float32.
+    # [len(SETTINGS) * I] what their requests ask for, for the columns of LaneState that SETTINGS
+    # names; FRACTIONS as the bits of float32.
     final_settings: Tensor
 
 
@@ -178,8 +178,9 @@ class PrefillStep:
         state, lanes = self.models.state, self.fields.final_lanes
         settings = self.fields.final_settings.view(len(SETTINGS), -1)
         for name, values in zip(SETTINGS, settings, strict=True):
-            fraction = values.int().view(torch.float32) if name in FRACTIONS else values
-            getattr(state, name)[lanes] = fraction
+            is_fraction = name in FRACTIONS
+            column = values.int().view(torch.float32) if is_fraction else values
+            getattr(state, name)[lanes] = column
 
     def _feed_drafter(self, taps: Tensor | None) -> None:
         drafting, fields = self.models.drafting, self.fields

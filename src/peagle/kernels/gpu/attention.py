@@ -3,7 +3,7 @@
 Shapes: I items, Q rows each, N = I * Q rows, S slots, h heads, g key-value heads, D head dimension.
 The h / g heads that share a key-value head are further rows of one tile: each key is read once.
 
-A row's bits depend on its own item, on `num_splits` and on the tile of keys alone.
+A row's bits depend on its own item, on `num_splits` and on the tile alone (tiles.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.gpu.overlap import fetch_rows, launch_options, overlaps, wait
+from peagle.kernels.gpu.overlap import fetch_rows, overlapping, wait
 from peagle.kernels.gpu.rotary import rotate_and_write
 from peagle.kernels.gpu.tiles import Tile, choose_splits, tile
 from peagle.kernels.rows import PagedRows
@@ -25,8 +25,8 @@ __all__ = ["Tile", "choose_splits", "paged_attention", "rotate_and_write", "tile
 # The highest score of a row that has seen no key. Finite: the difference of two is not NaN.
 LOWEST = tl.constexpr(-1.0e30)
 SPLITS_AT_ONCE = 16
-# Programs that are there at once, on the smallest of the GPUs meant: more of them wait for a place,
-# not for the kernel ahead, and have no time to fetch anything.
+# An H200's multiprocessors: more programs wait for a place, not for the kernel ahead, and have no
+# time to fetch anything.
 MAX_FETCHING_PROGRAMS = 132
 
 
@@ -61,9 +61,8 @@ def paged_attention(
         SPLITS=rows.num_splits,
         CHUNK=SPLITS_AT_ONCE,
         BLOCK_D=triton.next_power_of_2(dim),
-        OVERLAPS=overlaps(),
         num_warps=2,
-        **launch_options(),
+        **overlapping(),
     )
     return out
 
@@ -108,10 +107,9 @@ def _run(
         BLOCK_N=sizes.block_n,
         BLOCK_D=sizes.block_d,
         FETCHED=2 * sizes.block_n if fetches else 0,
-        OVERLAPS=overlaps(),
         num_warps=sizes.num_warps,
         num_stages=sizes.num_stages,
-        **launch_options(),
+        **overlapping(),
     )
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.gpu.choose import Chunks, merge
-from peagle.kernels.gpu.overlap import launch_options, overlaps, wait
+from peagle.kernels.gpu.overlap import overlapping, wait
 from peagle.kernels.plain.best_token import DTYPES
 from peagle.kernels.plain.choose import Chosen
 
@@ -74,10 +74,9 @@ def _find_peaks(hidden: Tensor, weight: Tensor, block: Tile) -> Chunks:
         BLOCK_ROWS=block.rows,
         BLOCK_COLUMNS=block.columns,
         BLOCK_INPUTS=block.inputs,
-        OVERLAPS=overlaps(),
         num_warps=block.warps,
         num_stages=block.stages,
-        **launch_options(),
+        **overlapping(),
     )
     return Chunks(peaks, columns, block.columns)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from peagle.kernels.gpu.argmax import merge_kernel, peaks_kernel
 from peagle.kernels.gpu.borders import borders_kernel
 from peagle.kernels.gpu.laws import laws_kernel, masses_kernel
-from peagle.kernels.gpu.overlap import launch_options, overlaps
+from peagle.kernels.gpu.overlap import overlapping
 from peagle.kernels.gpu.scores import scores_kernel
 from peagle.kernels.plain.choose import Chosen, Laws, RowRules
 
@@ -122,8 +122,7 @@ def _find_peaks(logits: Tensor, chunk: int) -> Chunks:
         peaks,
         columns,
         CHUNK=chunk,
-        OVERLAPS=overlaps(),
-        **launch_options(),
+        **overlapping(),
     )
     return Chunks(peaks, columns, chunk)
 
@@ -185,8 +184,7 @@ def merge(chunks: Chunks, values: Tensor, columns: Tensor, ids: Tensor | None) -
         usable,
         num_chunks,
         CHUNKS=chunks.padded,
-        OVERLAPS=overlaps(),
-        **launch_options(),
+        **overlapping(),
     )
     return Chosen(tokens, usable.view(torch.bool))
 

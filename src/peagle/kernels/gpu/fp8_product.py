@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.gpu.overlap import gdc_launch_dependents, gdc_wait, launch_options, overlaps
+from peagle.kernels.gpu.overlap import gdc_launch_dependents, gdc_wait, overlapping
 from peagle.kernels.plain.fp8 import FP8, Quantized, Sums
 
 
@@ -66,10 +66,9 @@ def few_rows_product(
             BLOCK_ROWS=f.rows,
             BLOCK_OUTPUTS=f.outputs,
             BLOCK_INPUTS=f.inputs,
-            OVERLAPS=overlaps(),
             num_warps=f.warps,
             num_stages=f.stages,
-            **launch_options(),
+            **overlapping(),
         )
     return Sums(out, None if whole else bias, dtype)
 

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from peagle.kernels.gpu.fp8_row_kernels import finish_row, quantize_gated_row, quantize_normed_row
-from peagle.kernels.gpu.overlap import launch_options, overlaps
+from peagle.kernels.gpu.overlap import overlapping
 from peagle.kernels.plain.fp8 import FP8, LARGEST, SMALLEST_SCALE, Quantized, Sums
 from peagle.kernels.plain.linear import Norm
 
@@ -94,9 +94,8 @@ def finish(sums: Sums, residual: Tensor | None = None) -> Tensor:
             HAS_BIAS=bias is not None,
             HAS_RESIDUAL=residual is not None,
             BLOCK=FINISH_COLUMNS,
-            OVERLAPS=overlaps(),
             num_warps=4,
-            **launch_options(),
+            **overlapping(),
         )
     return out
 
@@ -108,9 +107,8 @@ def _row_options(columns: int) -> dict[str, Any]:
         "LARGEST": LARGEST,
         "SMALLEST_SCALE": SMALLEST_SCALE,
         "BLOCK": block,
-        "OVERLAPS": overlaps(),
         "num_warps": min(max(block // 512, 4), 16),
-        **launch_options(),
+        **overlapping(),
     }
 
 

@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.gpu.overlap import launch_options, overlaps, wait
+from peagle.kernels.gpu.overlap import overlapping, wait
+from peagle.kernels.gpu.row_copies import keep_taps
 from peagle.kernels.lane_state import LaneState, RowPlan, StepCounts
 from peagle.kernels.plain.lanes import HEADER
-
-COPY_TILE = 1024  # elements of a row that one program copies at a time
 
 
 @triton.jit
@@ -64,8 +63,8 @@ def begin_step(state: LaneState, lanes: Tensor, depth: int, max_draft_tokens: in
         lanes, state.num_computed, state.limits, state.num_prompt, state.wanted_drafts,
         state.draft_starts, state.last_tokens, state.pending_tokens, out, pending,
         depth, max_pending, max_draft_tokens, batch, width,
-        DEPTH=triton.next_power_of_2(max(width, 1)), OVERLAPS=overlaps(), num_warps=1,
-        **launch_options(),
+        DEPTH=triton.next_power_of_2(max(width, 1)), num_warps=1,
+        **overlapping(),
     )  # fmt: skip
     return StepCounts._make([*out.unbind(0), pending])
 
@@ -116,160 +115,10 @@ def plan_rows(
     _plan[(batch,)](
         block_tables, tables, starts, counts, small[0], small[1], small[2], large[0], large[1],
         block_tables.shape[1], rows_per_item, block_size, trash_slot, max_position,
-        ROWS=triton.next_power_of_2(rows_per_item), OVERLAPS=overlaps(), num_warps=1,
-        **launch_options(),
+        ROWS=triton.next_power_of_2(rows_per_item), num_warps=1,
+        **overlapping(),
     )  # fmt: skip
     return RowPlan(small[0], small[1], small[2], large[0], large[1])
-
-
-@triton.jit
-def _expand(
-    real, num_real, mask, out, given, rows, size,
-    TILE: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    if OVERLAPS:
-        wait()
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b, r = row // rows, row % rows
-    is_real = r < tl.minimum(tl.load(num_real + b), given)
-    column = tile * TILE + tl.arange(0, TILE)
-    inside = column < size
-    own_size = tl.where(is_real, size, 0)  # nothing is read of a row that does not exist
-    own = tl.load(real + (b * given + r) * size + column, mask=column < own_size, other=0.0)
-    learned = tl.load(mask + column, mask=inside, other=0.0)
-    tl.store(out + row * size + column, tl.where(is_real, own, learned), mask=inside)
-
-
-def expand_rows(real: Tensor, num_real: Tensor, mask: Tensor, num_rows: int) -> Tensor:
-    batch, given, size = real.shape
-    out = torch.empty(batch * num_rows, size, dtype=real.dtype, device=real.device)
-    tile = min(triton.next_power_of_2(size), COPY_TILE)
-    grid = (batch * num_rows, triton.cdiv(size, tile))
-    _expand[grid](
-        real.contiguous(), num_real, mask, out, given, num_rows, size,
-        TILE=tile, OVERLAPS=overlaps(), **launch_options(),
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _embed(
-    table, token_ids, num_real, mask, out, given, rows, size,
-    TILE: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    if OVERLAPS:
-        wait()
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b, r = row // rows, row % rows
-    is_real = r < tl.minimum(tl.load(num_real + b), given)
-    token = tl.load(token_ids + tl.where(is_real, b * given + r, 0))
-    column = tile * TILE + tl.arange(0, TILE)
-    inside = column < size
-    own = tl.load(table + token * size + column, mask=inside, other=0.0)
-    learned = tl.load(mask + column, mask=inside, other=0.0)
-    tl.store(out + row * size + column, tl.where(is_real, own, learned), mask=inside)
-
-
-def embed_rows(
-    table: Tensor, token_ids: Tensor, num_real: Tensor, mask: Tensor, num_rows: int
-) -> Tensor:
-    (batch, given), size = token_ids.shape, table.shape[1]
-    assert table.is_contiguous()
-    assert token_ids.is_contiguous()
-    out = torch.empty(batch * num_rows, size, dtype=table.dtype, device=table.device)
-    tile = min(triton.next_power_of_2(size), COPY_TILE)
-    grid = (batch * num_rows, triton.cdiv(size, tile))
-    _embed[grid](
-        table, token_ids, num_real, mask, out, given, num_rows, size,
-        TILE=tile, OVERLAPS=overlaps(), **launch_options(),
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _embed_tokens(
-    table, first, others, out, rows, size, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    if OVERLAPS:
-        wait()
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b, r = row // rows, row % rows
-    token = tl.load(tl.where(r == 0, first + b, others + b * (rows - 1) + r - 1))
-    column = tile * TILE + tl.arange(0, TILE)
-    inside = column < size
-    values = tl.load(table + token * size + column, mask=inside, other=0.0)
-    tl.store(out + row * size + column, values, mask=inside)
-
-
-def embed_tokens(table: Tensor, first: Tensor, others: Tensor) -> Tensor:
-    rows, size = others.shape[1] + 1, table.shape[1]
-    assert table.is_contiguous()
-    assert first.dtype == others.dtype == torch.int64
-    total = first.shape[0] * rows
-    out = torch.empty(total, size, dtype=table.dtype, device=table.device)
-    tile = min(triton.next_power_of_2(size), COPY_TILE)
-    _embed_tokens[(total, triton.cdiv(size, tile))](
-        table, first.contiguous(), others.contiguous(), out, rows, size,
-        TILE=tile, OVERLAPS=overlaps(), **launch_options(),
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _gather_taps(
-    pending, lanes, out, count, width, size, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    if OVERLAPS:
-        wait()
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = tl.load(lanes + row // count) * width + row % count
-    column = tile * TILE + tl.arange(0, TILE)
-    inside = column < size
-    values = tl.load(pending + place * size + column, mask=inside, other=0.0)
-    tl.store(out + row * size + column, values, mask=inside)
-
-
-def gather_taps(pending_taps: Tensor, lanes: Tensor, count: int) -> Tensor:
-    width, size = pending_taps.shape[1:]
-    assert count <= width
-    assert pending_taps.is_contiguous()
-    total = lanes.shape[0] * count
-    out = torch.empty(total, size, dtype=pending_taps.dtype, device=lanes.device)
-    tile = min(triton.next_power_of_2(size), COPY_TILE)
-    _gather_taps[(total, triton.cdiv(size, tile))](
-        pending_taps, lanes, out, count, width, size,
-        TILE=tile, OVERLAPS=overlaps(), **launch_options(),
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _pick(
-    hidden, num_pending, out, rows, count, size,
-    TILE: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    if OVERLAPS:
-        wait()
-    place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b = place // count
-    row = tl.maximum(tl.load(num_pending + b) - 1, 0) + place % count
-    row = b * rows + tl.minimum(row, rows - 1)
-    column = tile * TILE + tl.arange(0, TILE)
-    inside = column < size
-    values = tl.load(hidden + row * size + column, mask=inside, other=0.0)
-    tl.store(out + place * size + column, values, mask=inside)
-
-
-def pick_rows(hidden: Tensor, num_pending: Tensor, rows_per_lane: int, count: int) -> Tensor:
-    size, total = hidden.shape[1], num_pending.shape[0] * count
-    out = torch.empty(total, size, dtype=hidden.dtype, device=hidden.device)
-    tile = min(triton.next_power_of_2(size), COPY_TILE)
-    grid = (total, triton.cdiv(size, tile))
-    _pick[grid](
-        hidden.contiguous(), num_pending, out, rows_per_lane, count, size,
-        TILE=tile, OVERLAPS=overlaps(), **launch_options(),
-    )  # fmt: skip
-    return out
 
 
 @triton.jit
@@ -314,22 +163,6 @@ def _commit(
     tl.store(place + HEADER + offset, token, mask=in_row)
 
 
-@triton.jit
-def _keep_taps(
-    lanes, taps, pending, rows, width, size,
-    TILE: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    if OVERLAPS:
-        wait()
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    lane = tl.load(lanes + row // rows)
-    column = tile * TILE + tl.arange(0, TILE)
-    inside = column < size
-    values = tl.load(taps + row * size + column, mask=inside, other=0.0)
-    place = (lane * width + row % rows) * size
-    tl.store(pending + place + column, values, mask=inside)
-
-
 def commit(
     state: LaneState,
     lanes: Tensor,
@@ -348,14 +181,8 @@ def commit(
         state.last_tokens, state.num_computed, state.limits, state.wanted_drafts,
         state.draft_starts, state.pending_tokens, report, depth, width,
         HEADER=HEADER, KEEPS_TAPS=taps is not None, DEPTH=triton.next_power_of_2(depth + 2),
-        OVERLAPS=overlaps(), num_warps=1, **launch_options(),
+        num_warps=1, **overlapping(),
     )  # fmt: skip
     if taps is not None:
-        size = taps.shape[-1]
-        tile = min(triton.next_power_of_2(size), COPY_TILE)
-        grid = (batch * (depth + 1), triton.cdiv(size, tile))
-        _keep_taps[grid](
-            lanes, taps.contiguous(), state.pending_taps, depth + 1, width, size,
-            TILE=tile, OVERLAPS=overlaps(), **launch_options(),
-        )  # fmt: skip
+        keep_taps(state.pending_taps, lanes, taps)
     return report

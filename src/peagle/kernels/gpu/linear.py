@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.gpu.norms import add_rms_norm, rms_norm, silu_mul
-from peagle.kernels.gpu.overlap import fetch_rows, launch_options, overlaps, wait
+from peagle.kernels.gpu.overlap import fetch_rows, overlapping, wait
 from peagle.kernels.plain.linear import MAX_FUSED_ROWS, Norm
 
 __all__ = [
@@ -45,7 +45,7 @@ class Tile(NamedTuple):
     inputs: int  # of one turn of the loop
     warps: int
     stages: int
-    sums: int = 1  # side by side, each of every so manieth turn: 1, 2 or 4
+    sums: int = 1  # side by side, each takes every `sums`-th turn: 1, 2 or 4
 
 
 def tile(rows: int, outputs: int, inputs: int, gated: bool, itemsize: int) -> Tile:
@@ -123,10 +123,9 @@ def fused_linear(
         BLOCK_OUTPUTS=block.outputs,
         BLOCK_INPUTS=block.inputs,
         SUMS=block.sums,
-        OVERLAPS=overlaps(),
         num_warps=block.warps,
         num_stages=block.stages,
-        **launch_options(),
+        **overlapping(),
     )
     return out
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.gpu.overlap import launch_options, overlaps, wait
+from peagle.kernels.gpu.overlap import overlapping, wait
 
 MAX_COLUMNS = 4096  # of a row that a program holds at once; longer rows are read in parts
 
@@ -42,9 +42,8 @@ def norm_pair(
             eps,
             COLUMNS=columns,
             BLOCK=triton.next_power_of_2(columns),
-            OVERLAPS=overlaps(),
             num_warps=4,
-            **launch_options(),
+            **overlapping(),
         )
     return out
 
@@ -98,9 +97,8 @@ def _run_norm(
         COLUMNS=columns,
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
-        OVERLAPS=overlaps(),
         num_warps=4 if block <= 1024 else 8,
-        **launch_options(),
+        **overlapping(),
     )
 
 

@@ -2,18 +2,18 @@
 
 A kernel launched so starts when all programs of the kernel before it have said
 `gdc_launch_dependents`. What it does first, it does while that kernel still works; `gdc_wait`
-returns when that kernel has ended and its writes can be seen. Three rules, for every kernel here:
+returns when that kernel has ended and its writes can be seen. Rules, for every kernel here:
 
-- It waits, and says `gdc_launch_dependents` right behind `gdc_wait` and not sooner: so at most one
-  kernel waits in front of the one that works, and the one before that has ended.
+- It waits before it writes, and says `gdc_launch_dependents` behind `gdc_wait` and not sooner:
+  so at most one kernel waits in front of the one that works, and the one before that has ended.
 - Before the wait it may read what was written two kernels ago or earlier, such as a step's row
-  plan, and write nothing.
-- It fetches weights and old keys to the L2 cache before the wait: they come from memory while the
-  kernel before it works. Without that an early start gains little.
+  plan (`tests/kernels/gpu/test_overlap.py` has the list).
+- Products and attention fetch weights and old keys to the L2 cache before the wait: these come from
+  memory while the kernel before works. Without that an early start gains little, and the signal
+  right behind the wait nothing. (The 8-bit kernels fetch nothing and signal behind their sums.)
 
-On an H200 a layer of SmolLM2 takes a tenth less time so with few rows, and a seventh less with 64,
-than with the signal behind the sums and nothing fetched ahead. cuBLAS's kernels, which do the
-products of many rows, let nobody start early; the others still gain (448 rows: a tenth less).
+cuBLAS's kernels, which do the products of many rows, let nobody start early; the others still gain.
+docs/performance.md has figures.
 
 Needs a GPU of Hopper's generation or later; Triton's interpreter knows nothing of it.
 """
@@ -32,19 +32,14 @@ __all__ = [
     "fetch_rows",
     "gdc_launch_dependents",
     "gdc_wait",
-    "launch_options",
-    "overlaps",
+    "overlapping",
     "wait",
 ]
 
 
-@functools.cache
-def overlaps() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-
-
-def launch_options() -> dict[str, Any]:
-    return {"launch_pdl": True} if overlaps() else {}
+def overlapping() -> dict[str, Any]:
+    """What a launch says: that the kernel waits, and that it may start early. Never only one."""
+    return {"OVERLAPS": True, "launch_pdl": True} if _is_supported() else {"OVERLAPS": False}
 
 
 @triton.jit
@@ -72,3 +67,8 @@ def fetch_rows(rows, LENGTH: tl.constexpr):
     PER_LINE: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth  # 128 bytes
     LINES: tl.constexpr = triton.next_power_of_2((LENGTH + PER_LINE - 1) // PER_LINE)
     fetch(rows + tl.minimum(tl.arange(0, LINES) * PER_LINE, LENGTH - 1)[None, :])
+
+
+@functools.cache
+def _is_supported() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)

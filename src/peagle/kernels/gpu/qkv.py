@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.gpu.linear import Tile, sum_products, tile
-from peagle.kernels.gpu.overlap import fetch_rows, launch_options, overlaps, wait
+from peagle.kernels.gpu.overlap import fetch_rows, overlapping, wait
 from peagle.kernels.layer import LayerTensors
 from peagle.kernels.plain.linear import Norm
 from peagle.kernels.rows import PagedRows
@@ -92,10 +92,9 @@ def qkv_to_cache(
         BLOCK_OUTPUTS=block.outputs,
         BLOCK_INPUTS=block.inputs,
         SUMS=block.sums,
-        OVERLAPS=overlaps(),
         num_warps=block.warps,
         num_stages=block.stages,
-        **launch_options(),
+        **overlapping(),
     )
     return q
 

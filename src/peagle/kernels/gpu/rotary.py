@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.gpu.overlap import launch_options, overlaps, wait
+from peagle.kernels.gpu.overlap import overlapping, wait
 from peagle.kernels.gpu.tiles import power_of_two
 from peagle.kernels.rows import PagedRows
 
@@ -65,9 +65,8 @@ def rotate_and_write(
             HAS_NORM=q_norm is not None,
             BLOCK_H=block_heads,
             BLOCK_C=power_of_two(dim // 2),
-            OVERLAPS=overlaps(),
             num_warps=max(block_heads // HEADS_PER_PROGRAM, 1),
-            **launch_options(),
+            **overlapping(),
         )
     return q
 

@@ -24,7 +24,7 @@ class Tile(NamedTuple):
 def tile(num_rows: int, group: int, dim: int, programs: int) -> Tile:
     """For items of `num_rows` rows and `group` heads per key-value head; `programs` is the number
     of items times that of key-value heads. The tile of keys does not depend on the context, nor,
-    with few programs, on the rows: so one request has the same bits with drafts and without."""
+    with few programs, on the rows: one request has the same one with drafts and without."""
     block_m = min(padded(num_rows * group), MAX_TILE_ROWS)
     small = programs <= FEW_PROGRAMS or block_m == MAX_TILE_ROWS or dim > 64
     block_n = 32 if dim > 128 else FINE_SPLIT if small else COARSE_SPLIT

@@ -6,7 +6,6 @@ Shapes: B lanes of the batch, Q rows per lane, K draft tokens, H hidden.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.kernels.lane_state import LaneState, RowPlan, StepCounts
@@ -62,64 +61,6 @@ def plan_rows(
     ends = torch.where(counts > 0, starts + counts, 0)
     positions = positions.clamp(max=max_position)
     return RowPlan(tables.int(), starts.int(), ends.int(), positions.flatten(), slots.flatten())
-
-
-def expand_rows(
-    real: Tensor,  # [B, P, H]
-    num_real: Tensor,  # [B]
-    mask: Tensor,  # [H]
-    num_rows: int,
-) -> Tensor:
-    """The first `num_real` rows of each lane, then mask rows up to `num_rows`.  # [B * R, H]"""
-    batch, given, size = real.shape
-    rows = mask.expand(batch, num_rows, size).clone()
-    width = min(given, num_rows)
-    is_real = torch.arange(width, device=real.device) < num_real[:, None]  # [B, W]
-    rows[:, :width] = torch.where(is_real[..., None], real[:, :width], mask)
-    return rows.flatten(0, 1)
-
-
-def embed_rows(
-    table: Tensor,  # [V, H]
-    token_ids: Tensor,  # [B, P]
-    num_real: Tensor,  # [B]
-    mask: Tensor,  # [H]
-    num_rows: int,
-) -> Tensor:
-    """`expand_rows` of the tokens' embeddings.  # [B * R, H]"""
-    return expand_rows(F.embedding(token_ids, table), num_real, mask, num_rows)
-
-
-def embed_tokens(
-    table: Tensor,  # [V, H]
-    first: Tensor,  # [B]
-    others: Tensor,  # [B, K]
-) -> Tensor:
-    """The embeddings of each lane's first token and of the others behind it.  # [B * (K+1), H]"""
-    return F.embedding(torch.cat((first[:, None], others), dim=1).flatten(), table)
-
-
-def gather_taps(
-    pending_taps: Tensor,  # [L, P, C]
-    lanes: Tensor,  # [B]
-    count: int,
-) -> Tensor:
-    """The first `count` rows of these lanes.  # [B * count, C]"""
-    return pending_taps[lanes, :count].flatten(0, 1)
-
-
-def pick_rows(
-    hidden: Tensor,  # [B * R, H]
-    num_pending: Tensor,  # [B]
-    rows_per_lane: int,
-    count: int,
-) -> Tensor:
-    """Of each lane's rows the last pending one and those behind it, `count` in all; a lane that
-    has none pending gives its first ones.  # [B * count, H]"""
-    offsets = torch.arange(count, device=hidden.device)
-    rows = ((num_pending - 1).clamp(min=0)[:, None] + offsets).clamp(max=rows_per_lane - 1)
-    firsts = torch.arange(num_pending.shape[0], device=hidden.device) * rows_per_lane
-    return hidden[(firsts[:, None] + rows).flatten()]
 
 
 def commit(

@@ -1,0 +1,191 @@
+"""Rows brought to where a step reads them, one launch each; twins: kernels/plain/row_copies.py.
+
+A program copies a tile of one row. Shapes: B lanes of the batch, R rows of each, H hidden, C tapped
+width, L lanes of the engine, P rows that each of them keeps.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from peagle.kernels.gpu.overlap import overlapping, wait
+
+MAX_TILE = 1024  # elements of a row that one program copies
+
+
+def _tile(size: int) -> int:
+    return min(int(triton.next_power_of_2(size)), MAX_TILE)
+
+
+def _grid(num_rows: int, size: int) -> tuple[int, int]:
+    return num_rows, triton.cdiv(size, _tile(size))
+
+
+@triton.jit
+def _expand(
+    real, num_real, mask, out, given, rows, size,
+    TILE: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    if OVERLAPS:
+        wait()
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, r = row // rows, row % rows
+    is_real = r < tl.minimum(tl.load(num_real + b), given)
+    column = tile * TILE + tl.arange(0, TILE)
+    inside = column < size
+    own_size = tl.where(is_real, size, 0)  # nothing is read of a row that does not exist
+    own = tl.load(real + (b * given + r) * size + column, mask=column < own_size, other=0.0)
+    learned = tl.load(mask + column, mask=inside, other=0.0)
+    tl.store(out + row * size + column, tl.where(is_real, own, learned), mask=inside)
+
+
+def expand_rows(real: Tensor, num_real: Tensor, mask: Tensor, num_rows: int) -> Tensor:
+    batch, given, size = real.shape
+    out = torch.empty(batch * num_rows, size, dtype=real.dtype, device=real.device)
+    _expand[_grid(batch * num_rows, size)](
+        real.contiguous(), num_real, mask, out, given, num_rows, size,
+        TILE=_tile(size), **overlapping(),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _embed(
+    table, token_ids, num_real, mask, out, given, rows, size,
+    TILE: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    if OVERLAPS:
+        wait()
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, r = row // rows, row % rows
+    is_real = r < tl.minimum(tl.load(num_real + b), given)
+    token = tl.load(token_ids + tl.where(is_real, b * given + r, 0))
+    column = tile * TILE + tl.arange(0, TILE)
+    inside = column < size
+    own = tl.load(table + token * size + column, mask=inside, other=0.0)
+    learned = tl.load(mask + column, mask=inside, other=0.0)
+    tl.store(out + row * size + column, tl.where(is_real, own, learned), mask=inside)
+
+
+def embed_rows(
+    table: Tensor, token_ids: Tensor, num_real: Tensor, mask: Tensor, num_rows: int
+) -> Tensor:
+    (batch, given), size = token_ids.shape, table.shape[1]
+    assert table.is_contiguous()
+    assert token_ids.is_contiguous()
+    out = torch.empty(batch * num_rows, size, dtype=table.dtype, device=table.device)
+    _embed[_grid(batch * num_rows, size)](
+        table, token_ids, num_real, mask, out, given, num_rows, size,
+        TILE=_tile(size), **overlapping(),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _embed_tokens(
+    table, first, others, out, rows, size, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    if OVERLAPS:
+        wait()
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, r = row // rows, row % rows
+    token = tl.load(tl.where(r == 0, first + b, others + b * (rows - 1) + r - 1))
+    column = tile * TILE + tl.arange(0, TILE)
+    inside = column < size
+    values = tl.load(table + token * size + column, mask=inside, other=0.0)
+    tl.store(out + row * size + column, values, mask=inside)
+
+
+def embed_tokens(table: Tensor, first: Tensor, others: Tensor) -> Tensor:
+    rows, size = others.shape[1] + 1, table.shape[1]
+    assert table.is_contiguous()
+    assert first.dtype == others.dtype == torch.int64
+    total = first.shape[0] * rows
+    out = torch.empty(total, size, dtype=table.dtype, device=table.device)
+    _embed_tokens[_grid(total, size)](
+        table, first.contiguous(), others.contiguous(), out, rows, size,
+        TILE=_tile(size), **overlapping(),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _gather_taps(
+    pending, lanes, out, count, width, size, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    if OVERLAPS:
+        wait()
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = tl.load(lanes + row // count) * width + row % count
+    column = tile * TILE + tl.arange(0, TILE)
+    inside = column < size
+    values = tl.load(pending + place * size + column, mask=inside, other=0.0)
+    tl.store(out + row * size + column, values, mask=inside)
+
+
+def gather_taps(pending_taps: Tensor, lanes: Tensor, count: int) -> Tensor:
+    width, size = pending_taps.shape[1:]
+    assert count <= width
+    assert pending_taps.is_contiguous()
+    total = lanes.shape[0] * count
+    out = torch.empty(total, size, dtype=pending_taps.dtype, device=lanes.device)
+    _gather_taps[_grid(total, size)](
+        pending_taps, lanes, out, count, width, size,
+        TILE=_tile(size), **overlapping(),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _pick(
+    hidden, num_pending, out, rows, count, size,
+    TILE: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    if OVERLAPS:
+        wait()
+    place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b = place // count
+    row = tl.maximum(tl.load(num_pending + b) - 1, 0) + place % count
+    row = b * rows + tl.minimum(row, rows - 1)
+    column = tile * TILE + tl.arange(0, TILE)
+    inside = column < size
+    values = tl.load(hidden + row * size + column, mask=inside, other=0.0)
+    tl.store(out + place * size + column, values, mask=inside)
+
+
+def pick_rows(hidden: Tensor, num_pending: Tensor, rows_per_lane: int, count: int) -> Tensor:
+    size, total = hidden.shape[1], num_pending.shape[0] * count
+    out = torch.empty(total, size, dtype=hidden.dtype, device=hidden.device)
+    _pick[_grid(total, size)](
+        hidden.contiguous(), num_pending, out, rows_per_lane, count, size,
+        TILE=_tile(size), **overlapping(),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _keep_taps(
+    lanes, taps, pending, rows, width, size,
+    TILE: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    if OVERLAPS:
+        wait()
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    lane = tl.load(lanes + row // rows)
+    column = tile * TILE + tl.arange(0, TILE)
+    inside = column < size
+    values = tl.load(taps + row * size + column, mask=inside, other=0.0)
+    place = (lane * width + row % rows) * size
+    tl.store(pending + place + column, values, mask=inside)
+
+
+def keep_taps(pending_taps: Tensor, lanes: Tensor, taps: Tensor) -> None:
+    """taps  # [B, R, C] -> the first R rows of these lanes' pending_taps  # [L, P, C]"""
+    batch, rows, size = taps.shape
+    _keep_taps[_grid(batch * rows, size)](
+        lanes, taps.contiguous(), pending_taps, rows, pending_taps.shape[1], size,
+        TILE=_tile(size), **overlapping(),
+    )  # fmt: skip
