@@ -121,7 +121,7 @@ def assert_agrees_with_the_twin(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("num_rows", [1, 5, 17, 70])
+@pytest.mark.parametrize("num_rows", [1, 5, 17, 30])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_kernel_agrees_with_its_twin(
@@ -141,7 +141,7 @@ def test_a_drafters_first_layer_reads_two_inputs_side_by_side() -> None:
     assert_agrees_with_the_twin(make_case(5, SHARED, inputs=2 * 72))
 
 
-@pytest.mark.parametrize("num_rows", [5, 17, 70])
+@pytest.mark.parametrize("num_rows", [5, 30])
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_sums_have_the_order_of_the_two_kernels(
