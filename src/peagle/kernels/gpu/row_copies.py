@@ -25,6 +25,14 @@ def _grid(num_rows: int, size: int) -> tuple[int, int]:
 
 
 @triton.jit
+def _copy(source, out, size, TILE: tl.constexpr):
+    """This program's tile of a row."""
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < size
+    tl.store(out + column, tl.load(source + column, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit
 def _expand(
     real, num_real, mask, out, given, rows, size,
     TILE: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -90,13 +98,10 @@ def _embed_tokens(
 ):  # fmt: skip
     if OVERLAPS:
         wait()
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
     b, r = row // rows, row % rows
     token = tl.load(tl.where(r == 0, first + b, others + b * (rows - 1) + r - 1))
-    column = tile * TILE + tl.arange(0, TILE)
-    inside = column < size
-    values = tl.load(table + token * size + column, mask=inside, other=0.0)
-    tl.store(out + row * size + column, values, mask=inside)
+    _copy(table + token * size, out + row * size, size, TILE)
 
 
 def embed_tokens(table: Tensor, first: Tensor, others: Tensor) -> Tensor:
@@ -118,12 +123,9 @@ def _gather_taps(
 ):  # fmt: skip
     if OVERLAPS:
         wait()
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
     place = tl.load(lanes + row // count) * width + row % count
-    column = tile * TILE + tl.arange(0, TILE)
-    inside = column < size
-    values = tl.load(pending + place * size + column, mask=inside, other=0.0)
-    tl.store(out + row * size + column, values, mask=inside)
+    _copy(pending + place * size, out + row * size, size, TILE)
 
 
 def gather_taps(pending_taps: Tensor, lanes: Tensor, count: int) -> Tensor:
@@ -146,14 +148,11 @@ def _pick(
 ):  # fmt: skip
     if OVERLAPS:
         wait()
-    place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = tl.program_id(0).to(tl.int64)
     b = place // count
     row = tl.maximum(tl.load(num_pending + b) - 1, 0) + place % count
     row = b * rows + tl.minimum(row, rows - 1)
-    column = tile * TILE + tl.arange(0, TILE)
-    inside = column < size
-    values = tl.load(hidden + row * size + column, mask=inside, other=0.0)
-    tl.store(out + place * size + column, values, mask=inside)
+    _copy(hidden + row * size, out + place * size, size, TILE)
 
 
 def pick_rows(hidden: Tensor, num_pending: Tensor, rows_per_lane: int, count: int) -> Tensor:
@@ -173,13 +172,9 @@ def _keep_taps(
 ):  # fmt: skip
     if OVERLAPS:
         wait()
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    lane = tl.load(lanes + row // rows)
-    column = tile * TILE + tl.arange(0, TILE)
-    inside = column < size
-    values = tl.load(taps + row * size + column, mask=inside, other=0.0)
-    place = (lane * width + row % rows) * size
-    tl.store(pending + place + column, values, mask=inside)
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.load(lanes + row // rows) * width + row % rows
+    _copy(taps + row * size, pending + place * size, size, TILE)
 
 
 def keep_taps(pending_taps: Tensor, lanes: Tensor, taps: Tensor) -> None:
