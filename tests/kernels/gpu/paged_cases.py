@@ -22,6 +22,18 @@ TOLERANCE = {
 }
 
 
+# Of projections that are rotated and written to a cache.
+NUM_POSITIONS, EPS = 40, 1e-5
+UNTOUCHED = 7.0
+
+
+@dataclass(frozen=True)
+class Heads:
+    q: int
+    kv: int
+    dim: int
+
+
 @dataclass(frozen=True)
 class Item:
     start: int

@@ -23,6 +23,7 @@ from kernels.gpu.paged_cases import (
 from peagle.engine.blocks import BlockTable
 from peagle.engine.kv_cache import PagedKVCache
 from peagle.kernels.gpu.attention import choose_splits, paged_attention, tile
+from peagle.kernels.gpu.tiles import FEW_PROGRAMS
 from peagle.kernels.plain import attention as plain
 from peagle.models.drafter import CacheLayout, Span
 
@@ -107,10 +108,13 @@ def test_rows_beyond_the_block_table_see_what_it_holds(attend: object) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("splits", [1, 2])
-def test_an_item_gives_the_same_bits_in_any_company(splits: int, window: int | None) -> None:
+@pytest.mark.parametrize(("splits", "kv_heads"), [(1, 2), (2, 2), (1, FEW_PROGRAMS + 1)])
+def test_an_item_gives_the_same_bits_in_any_company(
+    splits: int, kv_heads: int, window: int | None
+) -> None:
+    """Few programs or many: alone and together on one side of the border between their tiles."""
     items = (Item(140, 143), Item(1, 3), PADDING)
-    case = make_case(Shape(items, 3, 3, 2, 16, 4, splits), torch.float32)
+    case = make_case(Shape(items, 3, 3, kv_heads, 16, 4, splits), torch.float32)
     together = paged_attention(case.q, case.keys, case.values, case.rows, window)
     for i in range(len(items)):
         own = {name: getattr(case.rows, name)[i : i + 1] for name in ("tables", "starts", "ends")}

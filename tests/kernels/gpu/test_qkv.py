@@ -10,7 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.paged_cases import DEVICE, TOLERANCE, Item, Shape, make_rows
+from kernels.gpu.paged_cases import (
+    DEVICE,
+    EPS,
+    NUM_POSITIONS,
+    TOLERANCE,
+    UNTOUCHED,
+    Heads,
+    Item,
+    Shape,
+    make_rows,
+)
 from peagle.kernels.gpu import layers as gpu_layers
 from peagle.kernels.gpu.linear import fused_linear
 from peagle.kernels.gpu.qkv import fits_one_kernel, qkv_to_cache
@@ -19,17 +29,6 @@ from peagle.kernels.layer import LayerTensors, Projection
 from peagle.kernels.plain import qkv as plain
 from peagle.kernels.plain.linear import Norm
 from peagle.kernels.rows import PagedRows
-
-NUM_POSITIONS, EPS = 40, 1e-5
-UNTOUCHED = 7.0
-
-
-@dataclass(frozen=True)
-class Heads:
-    q: int
-    kv: int
-    dim: int
-
 
 SMALL = Heads(3, 1, 32)
 SHARED = Heads(4, 2, 16)

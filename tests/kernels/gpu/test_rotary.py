@@ -11,21 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.gpu.paged_cases import DEVICE, EXAMPLES, TOLERANCE, Item, Shape, make_rows
+from kernels.gpu.paged_cases import (
+    DEVICE,
+    EPS,
+    EXAMPLES,
+    NUM_POSITIONS,
+    TOLERANCE,
+    UNTOUCHED,
+    Heads,
+    Item,
+    Shape,
+    make_rows,
+)
 from peagle.kernels.gpu.attention import rotate_and_write
 from peagle.kernels.plain import attention as plain
 from peagle.kernels.rows import PagedRows
 from peagle.models.layers import RMSNorm, rotate
-
-NUM_POSITIONS, EPS = 40, 1e-5
-UNTOUCHED = 7.0
-
-
-@dataclass(frozen=True)
-class Heads:
-    q: int
-    kv: int
-    dim: int
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,8 @@ class Tile(NamedTuple):
 def tile(rows: int, outputs: int, inputs: int, gated: bool, itemsize: int) -> Tile:
     """For a product [rows, inputs] x [outputs, inputs]; `outputs` counts gates and ups alike.
 
-    The best of about 40 forms on an H200, for SmolLM2's products inside its layers: narrow tiles,
-    so that there is a program for every multiprocessor, and as many turns in flight as the loop
-    has.
+    Of some 40 forms on an H200 the best for SmolLM2's products inside its layers, or near it:
+    narrow tiles, so that there is a program for every multiprocessor, and many turns in flight.
     """
     block_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
     if itemsize > 2:  # no tensor cores: the operands must fit the registers

@@ -12,8 +12,8 @@ returns when that kernel has ended and its writes can be seen. Rules, for every 
   memory while the kernel before works. Without that an early start gains little, and the signal
   right behind the wait nothing. (The 8-bit kernels fetch nothing and signal behind their sums.)
 
-cuBLAS's kernels, which do the products of many rows, let nobody start early; the others still gain.
-docs/performance.md has figures.
+cuBLAS's kernels, which do the products of many rows, let nobody start early: with some hundred rows
+the others still gain, with a thousand not. docs/performance.md has figures.
 
 Needs a GPU of Hopper's generation or later; Triton's interpreter knows nothing of it.
 """
