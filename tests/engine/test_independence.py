@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.engine.kv_cache import slot_bytes
-from peagle.engine.runner import target_layout
+from peagle.engine.kv_cache import target_layout
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams

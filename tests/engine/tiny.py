@@ -20,7 +20,7 @@ from peagle.engine.engine import Engine, Speculation
 from peagle.engine.request import Request
 from peagle.models.attention import causal_attention
 from peagle.models.config import DecoderConfig
-from peagle.models.drafter import CacheLayout, DraftBatch, Drafter, SequenceDraft
+from peagle.models.drafter import CacheLayout, Drafter, SequenceDraft
 from peagle.models.eagle import EagleNetwork, initialise, shared_tables
 from peagle.models.eagle3 import Eagle3Drafter
 from peagle.models.head_config import HeadConfig
@@ -28,7 +28,7 @@ from peagle.models.p_eagle import PEagleDrafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.noise import gumbel_noise
-from peagle.speculation.sampling import SamplingRows, filter_logits, sample
+from peagle.speculation.sampling import SamplingRows, filter_logits, probabilities, sample
 
 VOCAB = 40
 CONTEXT = 96
@@ -117,39 +117,40 @@ class ScriptedDrafter:
     max_speculative_tokens = 64
     max_positions: int | None = None
 
-    def __init__(
-        self, script: Callable[[list[int], int], list[int]], tap_layers: tuple[int, ...] = ()
-    ) -> None:
-        self.script = script
-        self.tap_layers = tap_layers
+    tap_layers: tuple[int, ...] = ()
 
-    def propose(self, batch: DraftBatch) -> list[SequenceDraft]:
-        return [
-            SequenceDraft(self.script(list(s.history), s.num_draft_tokens)[: s.num_draft_tokens])
-            for s in batch.sequences
-        ]
+    def __init__(self, script: Callable[[list[int], int], list[int]]) -> None:
+        self.script = script
+
+    def propose(
+        self, histories: Sequence[Sequence[int]], counts: Sequence[int]
+    ) -> list[SequenceDraft]:
+        asked = zip(histories, counts, strict=True)
+        return [SequenceDraft(self.script(list(history), k)[:k]) for history, k in asked]
 
 
 class TargetAsDrafter(ScriptedDrafter):
-    """Draws from the target's own law, token by token: every draft must be accepted."""
+    """Draws from the target's own distribution, token by token, with the noise of the position:
+    every draft must be accepted."""
 
-    def __init__(self, target: TargetModel) -> None:
-        self.target = target
-        self.tap_layers = ()
+    def __init__(self, target: TargetModel, jobs: Sequence[Job], *, keeps_probs: bool) -> None:
+        self.target, self.jobs, self.keeps_probs = target, jobs, keeps_probs
 
-    def propose(self, batch: DraftBatch) -> list[SequenceDraft]:
-        return [self._draft(batch, index) for index in range(len(batch.sequences))]
+    def propose(
+        self, histories: Sequence[Sequence[int]], counts: Sequence[int]
+    ) -> list[SequenceDraft]:
+        return [self._draft(list(h), k) for h, k in zip(histories, counts, strict=True)]
 
-    def _draft(self, batch: DraftBatch, index: int) -> SequenceDraft:
-        sequence = batch.sequences[index]
-        tokens, laws = [], []
-        for depth in range(sequence.num_draft_tokens):
-            logits = naive_logits(self.target, [*sequence.history, *tokens])[-1:]
-            choice = batch.choose(logits, [index], [depth], None)
-            tokens.append(int(choice.token_ids))
-            if choice.probabilities is not None:
-                laws.append(choice.probabilities)
-        return SequenceDraft(tokens, torch.cat(laws) if laws else None)
+    def _draft(self, history: list[int], count: int) -> SequenceDraft:
+        job = next(j for j in self.jobs if history[: len(j.prompt)] == j.prompt)
+        tokens: list[int] = []
+        probs = []
+        for _ in range(count):
+            logits = naive_logits(self.target, [*history, *tokens])[-1]
+            position = len(history) + len(tokens) - len(job.prompt)
+            tokens.append(_chosen(logits, job.params, position))
+            probs.append(probabilities(_filtered(logits, job.params))[0])
+        return SequenceDraft(tokens, torch.stack(probs) if probs and self.keeps_probs else None)
 
 
 def oracle(answers: Sequence[Sequence[int]]) -> ScriptedDrafter:
@@ -206,11 +207,21 @@ def make_engine(
     k: int = 4,
     verification: Verification = "coupled",
     eos: Sequence[int] = (),
+    *,
+    static: bool = False,
     **options: Any,
 ) -> Engine:
+    """`static`: padded shapes and collection one step late, as under CUDA graphs."""
     speculation = None if drafter is None else Speculation(drafter, k, verification)
     config = EngineConfig(**{"max_num_seqs": 8, "block_size": 4} | options)
-    return Engine(target, config, eos_token_ids=eos, speculation=speculation)
+    return Engine(
+        target,
+        config,
+        eos_token_ids=eos,
+        speculation=speculation,
+        static_shapes=static,
+        async_scheduling=static,
+    )
 
 
 def run(engine: Engine, jobs: Sequence[Job], max_steps: int = 2000) -> list[Request]:
@@ -293,15 +304,20 @@ def _adjusted(
 def _chosen(logits: Tensor, p: SamplingParams, position: int) -> int:
     if p.greedy:
         return int(logits.argmax())
+    assert p.seed is not None
+    noise = gumbel_noise(torch.tensor([p.seed]), torch.tensor([position]), len(logits))
+    return int(sample(_filtered(logits, p), noise))
+
+
+def _filtered(logits: Tensor, p: SamplingParams) -> Tensor:
+    """[1, V]"""
     rows = SamplingRows(
         torch.tensor([p.temperature]),
         torch.tensor([max(p.top_k, 0)]),
         torch.tensor([p.top_p]),
         torch.tensor([p.min_p]),
     )
-    assert p.seed is not None
-    noise = gumbel_noise(torch.tensor([p.seed]), torch.tensor([position]), len(logits))
-    return int(sample(filter_logits(logits[None], rows), noise))
+    return filter_logits(logits[None], rows)
 
 
 def prompts(count: int, seed: int = 0, longest: int = 12) -> list[list[int]]:

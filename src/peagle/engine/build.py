@@ -1,28 +1,73 @@
-"""Which form of the engine serves a target: chosen once, by where its weights are."""
+"""What the steps of an engine share: models, caches, the state of its slots."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
-from peagle.config import EngineConfig
-from peagle.engine.engine import Engine, Speculation
-from peagle.models.lane_drafters import lane_drafter
+from peagle.config import MAX_SPECULATIVE_TOKENS
+from peagle.engine.blocks import BlockAllocator, BlockTable
+from peagle.engine.kv_cache import PagedKVCache, target_layout
+from peagle.engine.row_layouts import ExactLayout, PaddedLayout, PagedModel, RowLayout
+from peagle.engine.runner import Runner
+from peagle.engine.step import Drafting, StepModels
+from peagle.kernels.device_batch import make_device_batch
+from peagle.kernels.step_ops import step_ops
+from peagle.models.drafter import CacheLayout, Drafter, HostDrafter, NetworkDrafter
 from peagle.models.target import TargetModel
 
+if TYPE_CHECKING:
+    from peagle.engine.engine import Speculation
 
-def build_engine(
+
+def host_drafter(drafter: Drafter | None) -> HostDrafter | None:
+    is_on_host = drafter is not None and drafter.cache_layout is None
+    return cast(HostDrafter, drafter) if is_on_host else None
+
+
+def make_runner(
     target: TargetModel,
-    config: EngineConfig,
+    speculation: Speculation | None,
+    allocator: BlockAllocator,
     *,
-    eos_token_ids: Sequence[int] = (),
-    speculation: Speculation | None = None,
-) -> Engine:
-    """On a GPU steps run as CUDA graphs over lanes; elsewhere, and for a drafter that works on
-    the host (n-gram), step by step."""
-    on_gpu = target.embed_tokens.weight.is_cuda
-    drafts_on_host = speculation is not None and lane_drafter(speculation.drafter) is None
-    if not on_gpu or drafts_on_host:
-        return Engine(target, config, eos_token_ids=eos_token_ids, speculation=speculation)
-    from peagle.engine.lanes.engine import LaneEngine
+    max_num_seqs: int,
+    max_model_len: int,
+    static: bool,
+) -> Runner:
+    weight = target.embed_tokens.weight
+    drafter = speculation.drafter if speculation else None
+    ops = step_ops(weight.device)
+    state = make_device_batch(
+        max_num_seqs,
+        allocator.blocks_for(max_model_len),
+        min(drafter.max_speculative_tokens, MAX_SPECULATIVE_TOKENS) if drafter else 0,
+        weight.device,
+        draft_probs_shape(speculation, target),
+    )
+    tables: list[BlockTable | None] = [None] * max_num_seqs
+    layout: RowLayout = ExactLayout(tables)
+    if static:
+        layout = PaddedLayout(ops, state.block_tables, allocator.block_size)
 
-    return LaneEngine(target, config, eos_token_ids=eos_token_ids, speculation=speculation)
+    def paged(layout: CacheLayout, max_positions: int) -> PagedModel:
+        num_slots = allocator.num_blocks * allocator.block_size
+        return PagedModel(
+            PagedKVCache(layout, num_slots, weight.dtype, weight.device), max_positions - 1
+        )
+
+    drafting, reach = None, max_model_len
+    if drafter is not None and drafter.max_positions is not None:
+        reach = drafter.max_positions
+    if drafter is not None and drafter.cache_layout is not None:
+        drafting = Drafting(cast(NetworkDrafter, drafter), paged(drafter.cache_layout, reach))
+    model = paged(target_layout(target), target.config.max_position_embeddings)
+    models = StepModels(target, model, drafting, reach + 1, state, ops, layout)
+    return Runner(models, tables, static=static)
+
+
+def draft_probs_shape(
+    speculation: Speculation | None, target: TargetModel
+) -> tuple[int, int] | None:
+    """What the state keeps per slot of the distributions that drafts were drawn from."""
+    if speculation is None or speculation.verification != "rejection":
+        return None
+    return speculation.num_speculative_tokens, target.config.vocab_size

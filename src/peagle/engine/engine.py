@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from peagle.config import EngineConfig, Verification
+from peagle.engine.adjust import needs_adjustment
+from peagle.engine.build import host_drafter, make_runner
+from peagle.engine.clock import Clock
+from peagle.engine.host_batch import Column
+from peagle.engine.host_sampling import HostSampling
 from peagle.engine.memory import make_allocator
 from peagle.engine.prompts import check_tokens
 from peagle.engine.request import Request, TokenLogprobs
-from peagle.engine.runner import Runner, TargetRows
-from peagle.engine.sampler import Committed, Judged, verify
-from peagle.engine.scheduler import Scheduled, Scheduler
+from peagle.engine.runner import Report
+from peagle.engine.sampler import SAMPLINGS
+from peagle.engine.scheduler import Chunk, Schedule, Scheduler, Slot
+from peagle.engine.step import StepShape
 from peagle.errors import ConfigError, PeagleError, RequestError
-from peagle.models.drafter import Drafter, SequenceDraft
+from peagle.kernels.plain.batch import HEADER
+from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.statistics import SpecDecodeStats
@@ -26,7 +36,7 @@ from peagle.speculation.statistics import SpecDecodeStats
 
 @dataclass(frozen=True)
 class Speculation:
-    """The drafter an engine runs with, how many drafts it asks for, and how they are judged."""
+    """The drafter an engine runs with, how many drafts it asks for, and how they are verified."""
 
     drafter: Drafter
     num_speculative_tokens: int
@@ -44,8 +54,23 @@ class NewTokens(NamedTuple):
     logprobs: list[TokenLogprobs]
 
 
+class InFlight(NamedTuple):
+    """A launched step whose report has not been read: which slot each of its rows is for."""
+
+    report: Report
+    slots: Sequence[Slot]
+    indices: Column
+    serials: Column
+    num_requests: int  # that were running
+    host: HostSampling | None
+
+
 class Engine:
-    """Continuous batching over one target and at most one drafter."""
+    """Continuous batching over one target and at most one drafter.
+
+    On a GPU shapes are static, so that steps are CUDA graphs, and a step is collected while the
+    next one runs; on a CPU shapes are exact and every step is collected at once.
+    """
 
     def __init__(
         self,
@@ -54,6 +79,8 @@ class Engine:
         *,
         eos_token_ids: Sequence[int] = (),
         speculation: Speculation | None = None,
+        static_shapes: bool | None = None,  # None: on a GPU
+        async_scheduling: bool | None = None,  # None: on a GPU
     ) -> None:
         self.target = target
         self.speculation = speculation
@@ -62,107 +89,190 @@ class Engine:
         self.max_model_len = _max_model_len(target, config)
         self.stats = SpecDecodeStats()
         self._seeds = random.Random(config.seed)
+        on_gpu = target.embed_tokens.weight.is_cuda
         drafter = speculation.drafter if speculation else None
+        self._host_drafter = host_drafter(drafter)
         self.allocator = make_allocator(target, drafter, config, self.max_model_len)
+        self.runner = make_runner(
+            target,
+            speculation,
+            self.allocator,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+            static=on_gpu if static_shapes is None else static_shapes,
+        )
+        self.clock = Clock(self.stats)
         self.scheduler = Scheduler(
             self.allocator,
             config.max_num_seqs,
             config.max_num_batched_tokens,
-            self.max_model_len,
-            drafter.max_positions if drafter else None,
+            self.runner.models.state.drafts.shape[1],
+            self.eos_token_ids,
+            self.clock,
         )
-        num_slots = self.allocator.num_blocks * self.allocator.block_size
-        self.runner = Runner(target, drafter, num_slots)
+        # A drafter on the host needs the last tokens before it can draft the next.
+        overlaps = on_gpu if async_scheduling is None else async_scheduling
+        self._overlaps = overlaps and self._host_drafter is None
+        self._in_flight: deque[InFlight] = deque()
 
     @torch.inference_mode()
     def step(self) -> list[NewTokens]:
-        """Advances every scheduled request; -> the new tokens of those that sampled or failed."""
-        begun = perf_counter()
+        """Advances every scheduled request; -> the new tokens of those that sampled or failed.
+
+        Launches the next step, then collects the one before it, or, without overlap, this one.
+        """
         schedule = self.scheduler.schedule()
-        scheduled = perf_counter()
-        drafts = self._propose(schedule)
-        drafted = perf_counter()
-        rows, committed = self._verify(schedule, drafts)
-        verified = perf_counter()
-        news = self._commit(schedule, drafts, rows, committed)
-        other = (scheduled - begun) + (perf_counter() - verified)
-        self._count_time(schedule, drafted - scheduled, verified - drafted, other)
+        self.runner.open_slots(schedule.opened)
+        self.runner.write_blocks(schedule.grown)
+        news = self._launch(schedule) if schedule else []
+        num_left = 1 if self._overlaps and schedule else 0
+        while len(self._in_flight) > num_left:
+            news += self._collect(self._in_flight.popleft())
         if not self.has_unfinished:
+            self._in_flight.clear()  # what still runs is nobody's
+            self.clock.pause()
             self.allocator.check([])  # idle: every block must be back
         return news
 
-    def _propose(self, schedule: Sequence[Scheduled]) -> list[SequenceDraft]:
-        return self.runner.propose(schedule, self._verification)
-
-    def _verify(
-        self, schedule: Sequence[Scheduled], drafts: Sequence[SequenceDraft]
-    ) -> tuple[list[TargetRows], dict[int, Committed | None]]:
-        """The target's rows, and what it commits for each entry of the schedule that samples."""
-        if not schedule:
-            return [], {}
-        rows = self.runner.forward(schedule, drafts)
-        sampling = [n for n, s in enumerate(schedule) if s.samples]
-        batch = []
-        for n in sampling:
-            logits = rows[n].logits
-            assert logits is not None
-            batch.append(Judged(schedule[n].request, drafts[n], logits))
-        return rows, dict(zip(sampling, verify(batch, self._verification), strict=True))
-
-    def _commit(
-        self,
-        schedule: Sequence[Scheduled],
-        drafts: Sequence[SequenceDraft],
-        rows: Sequence[TargetRows],
-        committed: dict[int, Committed | None],
-    ) -> list[NewTokens]:
+    def _launch(self, schedule: Schedule) -> list[NewTokens]:
+        """Requests whose logits the host changes or reads take an eager step of their own beside
+        the others', and are collected at once; -> their tokens."""
+        batch = self.scheduler.batch
+        needs_host = batch.needs_host[schedule.slots] > 0
         news = []
-        for n, scheduled in enumerate(schedule):
-            request, result = scheduled.request, committed.get(n)
-            failed = n in committed and result is None
-            if failed and drafts[n].token_ids:
-                # A draft may be the cause: the step is done again, from now on without any.
-                request.num_speculative_tokens = 0
-                continue
-            num_valid = scheduled.num_tokens + (result.num_accepted if result else 0)
-            request.num_computed += num_valid
-            taps = rows[n].taps
-            if taps is not None:
-                request.keep_taps(taps, num_valid)
-            if result is not None:
-                new = self._append(request, result)
-                # Drafts behind the token that ended the request were verified for nothing.
-                num_accepted = min(result.num_accepted, len(new.token_ids))
-                request.stats.observe(len(drafts[n].token_ids), num_accepted)
-                self.stats.observe(len(drafts[n].token_ids), num_accepted)
-                news.append(new)
-            elif failed:
-                news.append(self._fail(request))
+        if needs_host.any():
+            slots, caps = schedule.slots[needs_host], schedule.caps[needs_host]
+            own = set(slots.tolist())  # a prompt that goes on needs nothing of the host
+            chunks = [c for c in schedule.chunks if c.slot.index in own]
+            requests = [self.scheduler.running[n].request for n in slots.tolist()]
+            news = self._collect(self._run(slots, caps, chunks, HostSampling(requests)))
+            schedule = schedule._replace(
+                slots=schedule.slots[~needs_host],
+                caps=schedule.caps[~needs_host],
+                chunks=[c for c in schedule.chunks if c not in chunks],
+            )
+        if schedule:
+            self._in_flight.append(self._run(schedule.slots, schedule.caps, schedule.chunks))
         return news
 
-    def _append(self, request: Request, committed: Committed) -> NewTokens:
+    def _run(
+        self,
+        indices: Column,
+        caps: Column,
+        chunks: Sequence[Chunk],
+        host: HostSampling | None = None,
+    ) -> InFlight:
+        batch = self.scheduler.batch
+        prompts = np.array([c.slot.index for c in chunks], dtype=np.int64)
+        per_step = batch.per_step[np.concatenate((indices, prompts))]
+        reach = int(batch.reach(indices).max(initial=1))
+        sampling = SAMPLINGS[batch.sampling[indices].max(initial=0)]
+        shape = StepShape(
+            batch=len(indices),
+            depth=int(per_step.max()) - 1,
+            sampling=sampling,
+            by_rejection=self._verification == "rejection" and sampling != "greedy",
+            num_splits=self.runner.num_splits(len(indices), reach),
+        )
+        report = self.runner.run(shape, indices.tolist(), caps.tolist(), chunks, host)
+        batch.in_flight[indices] += 1
+        slots = [self.scheduler.running[n] for n in indices.tolist()]
+        num_running = len(self.scheduler.running)
+        return InFlight(report, slots, indices, batch.serials[indices], num_running, host)
+
+    def _collect(self, step: InFlight) -> list[NewTokens]:
+        """Waits for the step, if it must, and commits what it gave. The host has a few
+        microseconds for each request: those to which nothing special happens are counted as
+        arrays."""
+        rows = step.report.rows()[: len(step.slots)]
+        self.clock.count(step.report.marks, step.num_requests)
+        indices, (num_new, num_drafts), batch = step.indices, rows[:, :2].T, self.scheduler.batch
+        is_open = batch.serials[indices] == step.serials
+        batch.in_flight[indices[is_open]] -= 1
+        batch.num_computed[indices[is_open]] += num_new[is_open]
+        continues = is_open & self._continues(indices, rows)
+        usual = num_drafts[continues], num_new[continues] - 1
+        batch.outcomes[indices[continues], *usual] += 1
+        self._count(*usual)
+        news = []
+        at_once, tokens, counts = continues.tolist(), rows[:, HEADER:].tolist(), num_new.tolist()
+        for n in np.flatnonzero(is_open).tolist():
+            if at_once[n]:
+                request, output_ids = step.slots[n].request, tokens[n][: counts[n]]
+                request.token_ids += output_ids
+                news.append(NewTokens(request, output_ids, []))
+            else:
+                news += self._collect_one(step, n, rows[n].tolist())
+        if self._host_drafter is not None:
+            self._draft_on_host([s for s in step.slots if not s.closed])
+        return news
+
+    def _continues(self, indices: Column, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Where tokens came, none of them may end the request, and its limit is not reached."""
+        batch, num_new, tokens = self.scheduler.batch, rows[:, 0], rows[:, HEADER:]
+        is_new = np.arange(tokens.shape[1]) < num_new[:, None]
+        ends = np.zeros_like(is_new)
+        for token in self.eos_token_ids:  # one or two
+            ends |= (tokens == token) & is_new
+        # The newest token is not computed.
+        is_short = batch.num_computed[indices] + 1 < batch.limits[indices]
+        is_usual = (batch.ends_early[indices] == 0) & (batch.needs_host[indices] == 0)
+        out: NDArray[np.bool_] = (num_new > 0) & is_short & ~ends.any(1) & is_usual
+        return out
+
+    def _count(self, drafted: Column, kept: Column) -> None:
+        """Of requests that continue."""
+        self.stats.num_output_tokens += int(kept.sum()) + len(kept)
+        size = self.scheduler.batch.outcomes.shape[1]
+        times = np.bincount(drafted * size + kept)
+        for pair in np.flatnonzero(times).tolist():
+            self.stats.observe(pair // size, pair % size, int(times[pair]))
+
+    def _collect_one(self, step: InFlight, n: int, row: list[int]) -> list[NewTokens]:
+        """A request that may have ended, that got nothing, or whose logits the host reads."""
+        slot, (num_new, num_drafts, failed) = step.slots[n], row[:HEADER]
+        request = slot.request
+        if not num_new:
+            return [self._fail(request)] if failed else []
+        token_ids = row[HEADER : HEADER + num_new]
+        logprobs = [] if step.host is None else step.host.logprobs(n, token_ids)
+        new = self._append(request, token_ids, logprobs)
+        # Drafts behind the token that ended the request were verified for nothing.
+        outcome = num_drafts, min(num_new - 1, len(new.token_ids))
+        request.stats.observe(*outcome)
+        self.stats.observe(*outcome)
+        if not slot.closed:  # its minimum length may be reached
+            needs_host = request.params.logprobs is not None or needs_adjustment(request)
+            self.scheduler.batch.needs_host[slot.index] = needs_host
+        return [new]
+
+    def _draft_on_host(self, slots: Sequence[Slot]) -> None:
+        assert self._host_drafter is not None
+        begun = perf_counter()
+        allowed = self.runner.models.state.num_drafts.tolist()
+        asked = [s for s in slots if allowed[s.index] > 0]
+        if not asked:
+            return
+        drafts = self._host_drafter.propose(
+            [s.request.token_ids for s in asked], [allowed[s.index] for s in asked]
+        )
+        self.runner.set_drafts([s.index for s in asked], drafts)
+        self.clock.count_draft(perf_counter() - begun, len(self.scheduler.running))
+
+    def _append(
+        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs]
+    ) -> NewTokens:
         """Appends tokens up to the first that ends the request; what follows it is dropped."""
         kept = 0
-        if self._goes_on_after(request, committed.token_ids):
-            request.token_ids += committed.token_ids
-            kept = len(committed.token_ids)
-        for token in committed.token_ids[kept:]:
+        for token in token_ids:
             request.token_ids.append(token)
             kept += 1
             if self._ends(request, token):
-                self._release(request)
+                self.scheduler.finish(request)
                 break
         self.stats.num_output_tokens += kept
-        logprobs = committed.logprobs[:kept]
-        request.logprobs += logprobs
-        return NewTokens(request, committed.token_ids[:kept], logprobs)
-
-    def _goes_on_after(self, request: Request, token_ids: Sequence[int]) -> bool:
-        """True where none of the tokens ends the request: the usual case, in few operations."""
-        count = len(token_ids)
-        within = request.num_outputs + count < request.max_tokens
-        in_context = request.num_tokens + count < self.max_model_len
-        return within and in_context and request.stop_token_ids.isdisjoint(token_ids)
+        request.logprobs += logprobs[:kept]
+        return NewTokens(request, token_ids[:kept], logprobs[:kept])
 
     def _ends(self, request: Request, token: int) -> bool:
         if token in request.stop_token_ids:
@@ -179,7 +289,7 @@ class Engine:
             "the logits are NaN or infinite, or every token is banned"
         )
         request.finish("error")
-        self._release(request)
+        self.scheduler.finish(request)
         return NewTokens(request, [], [])
 
     def add_request(
@@ -206,14 +316,14 @@ class Engine:
             stop_token_ids=frozenset(ends),
             bad_word_ids=tuple(tuple(word) for word in bad_word_ids),
         )
-        self._enqueue(request)
+        self.scheduler.add(request)
         return request
 
     def abort(self, request: Request) -> None:
         """Ends a request whose caller went away, and frees its blocks."""
         if request.finish_reason is None:
             request.finish("abort")
-            self._release(request)
+            self.scheduler.finish(request)
 
     def stop_at(self, request: Request, num_outputs: int) -> None:
         """Ends a request at a stop string that its first `num_outputs` tokens complete."""
@@ -222,24 +332,17 @@ class Engine:
         del request.logprobs[num_outputs:]
         self.stats.num_output_tokens -= surplus
         if request.finish_reason is None:
-            self._release(request)
+            self.scheduler.finish(request)
         request.finish("stop")
-
-    def _enqueue(self, request: Request) -> None:
-        self.scheduler.add(request)
-
-    def _release(self, request: Request) -> None:
-        """Gives back what a request that ends holds."""
-        self.scheduler.finish(request)
 
     @property
     def num_graphs(self) -> int:
         """Captured so far, where steps are graphs."""
-        return 0
+        return self.runner.num_graphs
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        return self.scheduler.has_unfinished
 
     def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         check_tokens(
@@ -255,26 +358,19 @@ class Engine:
             return 0
         if params.num_speculative_tokens is None:
             return self.speculation.num_speculative_tokens
-        if params.num_speculative_tokens > 0:
-            check_depth(params.num_speculative_tokens, self.speculation.drafter, RequestError)
-        return params.num_speculative_tokens
+        asked, engines_own = params.num_speculative_tokens, self.speculation.num_speculative_tokens
+        if asked > 0:
+            check_depth(asked, self.speculation.drafter, RequestError)
+        if asked > engines_own and self._verification == "rejection":
+            raise RequestError(
+                f"num_speculative_tokens={asked} is more than the engine keeps probabilities for",
+                hint=f"use at most {engines_own}, or verification coupled",
+            )
+        return asked
 
     @property
     def _verification(self) -> Verification:
         return self.speculation.verification if self.speculation else "coupled"
-
-    def _count_time(
-        self, schedule: Sequence[Scheduled], draft: float, verify: float, other: float
-    ) -> None:
-        """A request's times are its even share of each step it took part in."""
-        self.stats.draft_time += draft
-        self.stats.verify_time += verify
-        self.stats.other_time += other
-        for scheduled in schedule:
-            stats = scheduled.request.stats
-            stats.draft_time += draft / len(schedule)
-            stats.verify_time += verify / len(schedule)
-            stats.other_time += other / len(schedule)
 
 
 def check_depth(

@@ -17,6 +17,7 @@ from peagle.kernels.cpu import LANES, MAX_GROUP, LayerCache, PagedSpan, PagedSte
 from peagle.kernels.layer import CachePlace
 from peagle.models.attention import CachedAttention
 from peagle.models.drafter import CacheLayout, Span
+from peagle.models.target import TargetModel
 
 # Up to this many query rows the heads of a group are folded into the rows of one product.
 MAX_FOLDED_ROWS = 17
@@ -29,7 +30,7 @@ MAX_KERNEL_WORK = 1_000_000
 class PagedKVCache:
     """Keys and values of all layers; slot = block * block_size + offset.
 
-    One slot more than the blocks have is the trash: rows that only pad a batch are written there.
+    One slot more than the blocks have is padding: rows that only fill a batch are written there.
     """
 
     def __init__(
@@ -42,6 +43,10 @@ class PagedKVCache:
         self._keys_address, self._values_address = self.keys.data_ptr(), self.values.data_ptr()
         self._layer_bytes = self.keys.stride(0) * dtype.itemsize
 
+    @property
+    def padding_slot(self) -> int:
+        return self.keys.shape[1] - 1
+
     def addresses(self, layer: int) -> tuple[int, int]:
         """Where a layer's keys and values begin in memory."""
         offset = layer * self._layer_bytes
@@ -49,6 +54,11 @@ class PagedKVCache:
 
     def attention(self, tables: Sequence[BlockTable], spans: Sequence[Span]) -> PagedAttention:
         return PagedAttention(self, tables, spans)
+
+
+def target_layout(target: TargetModel) -> CacheLayout:
+    config = target.config
+    return CacheLayout(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
 
 
 def slot_bytes(layout: CacheLayout, dtype: torch.dtype) -> int:

@@ -11,8 +11,8 @@ from peagle.checkpoints.references import load_tokenizer, resolve_model
 from peagle.checkpoints.targets import eos_token_ids
 from peagle.config import EngineConfig, SpeculativeConfig, from_mapping
 from peagle.engine.answers import PromptAnswers, open_answers
-from peagle.engine.build import build_engine
 from peagle.engine.detokenizer import decoder_of
+from peagle.engine.engine import Engine
 from peagle.engine.loading import choose_device, load_engine_target, load_speculation
 from peagle.engine.prompts import (
     Message,
@@ -49,7 +49,7 @@ class LLM:
         self._decoder = decoder_of(self._tokenizer)
         self._prompts = PromptReader(self._tokenizer)
         target = load_engine_target(self.model_path, config)
-        self.engine = build_engine(
+        self.engine = Engine(
             target,
             config,
             eos_token_ids=eos_token_ids(self.model_path),

@@ -14,8 +14,7 @@ import torch
 
 from peagle.config import EngineConfig
 from peagle.engine.blocks import BlockAllocator
-from peagle.engine.kv_cache import slot_bytes
-from peagle.engine.runner import target_layout
+from peagle.engine.kv_cache import slot_bytes, target_layout
 from peagle.errors import ConfigError
 from peagle.models.config import DecoderConfig
 from peagle.models.drafter import Drafter

@@ -1,4 +1,4 @@
-"""One request: its tokens, where it stands, and what the drafter has not seen of it yet."""
+"""One request: its tokens, what it asks for, and how it ended."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from peagle.engine.blocks import BlockTable
 from peagle.outputs import FinishReason
@@ -46,11 +43,7 @@ class Request:
     stop_reason: int | None = None
     error: str | None = None
     table: BlockTable | None = None
-    num_computed: int = 0  # tokens whose target cache entries are valid
     num_preemptions: int = 0
-    # Rows the drafter has not run: the target's taps from position `draft_start` on.
-    pending_taps: list[Tensor] = field(default_factory=list)
-    draft_start: int = 0
     # Steps that the engine counts by itself: (drafted, kept, times) of those not in `stats` yet.
     take_outcomes: Callable[[], list[tuple[int, int, int]]] | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -76,37 +69,14 @@ class Request:
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
-    def num_uncomputed(self) -> int:
-        """1 while decoding: the newest token. More during prefill or after preemption."""
-        return self.num_tokens - self.num_computed
-
-    @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[len(self.prompt_token_ids) :]
 
-    def keep_taps(self, taps: Tensor, num_valid: int) -> None:
-        self.pending_taps.append(taps[:num_valid])
-
-    @property
-    def num_pending(self) -> int:
-        return sum(len(taps) for taps in self.pending_taps)
-
-    def take_taps(self) -> Tensor:
-        """Hands the pending rows over to the drafter; its cache then reaches `draft_start`."""
-        taps = torch.cat(self.pending_taps)  # [m, 3H]
-        self.draft_start += len(taps)
-        self.pending_taps = []
-        return taps
-
-    def forget_computation(self) -> None:
-        """After preemption everything is recomputed from the tokens."""
-        self.num_computed = 0
-        self.draft_start = 0
-        self.pending_taps = []
+    def preempt(self) -> None:
+        """Everything but the tokens is computed again."""
         self.num_preemptions += 1
         self.status = Status.WAITING
 
     def finish(self, reason: FinishReason) -> None:
         self.status = Status.FINISHED
         self.finish_reason = reason
-        self.pending_taps = []

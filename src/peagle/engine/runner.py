@@ -1,164 +1,232 @@
-"""Runs the models over scheduled requests: the drafter's proposal and the target's forward pass."""
+"""Runs scheduled rows as a step: eagerly, or as a CUDA graph of one of few shapes.
+
+A run copies its inputs to the device, starts the step and the copy of its report back, and
+returns at once. Copies go through pinned memory, which torch keeps until they are done, so the
+host waits for nothing until it reads a report.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from peagle.config import Verification
 from peagle.engine.blocks import BlockTable
-from peagle.engine.chooser import DraftChooser
-from peagle.engine.kv_cache import PagedKVCache
+from peagle.engine.clock import Mark, StepMarks
+from peagle.engine.cuda_graphs import GraphedStep, GraphMemory
+from peagle.engine.host_sampling import HostSampling
 from peagle.engine.request import Request
-from peagle.engine.scheduler import Scheduled
-from peagle.models.attention import Attention
-from peagle.models.drafter import (
-    CacheLayout,
-    DraftBatch,
-    Drafter,
-    DraftSequence,
-    SequenceDraft,
-    Span,
-)
-from peagle.models.target import TargetModel
+from peagle.engine.scheduler import Chunk, Slot
+from peagle.engine.step import Step, StepModels, StepShape, empty_inputs
+from peagle.models.drafter import SequenceDraft
 
-NO_DRAFT = SequenceDraft([])
+# Which few shapes there are graphs for. Rows of a prompt that attend together; items of them.
+BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+ROWS_PER_ITEM = 16
+ITEM_COUNTS = (0, 8, 16, 32, 64, 128)
 
 
-class TargetRows(NamedTuple):
-    """One scheduled request's share of the target's output."""
+def padded(count: int, sizes: tuple[int, ...]) -> int:
+    """The smallest of `sizes` that holds them; beyond, multiples of the largest."""
+    largest = sizes[-1]
+    if count > largest:
+        return -(-count // largest) * largest
+    return next(size for size in sizes if size >= count)
 
-    logits: Tensor | None  # [1 + k, V] when the step reaches the newest token
-    taps: Tensor | None  # [m + k, 3H] when the request is drafted for
+
+class Report:
+    """What a step tells the host; `rows` waits for it, and so for its marks."""
+
+    def __init__(self, on_device: Tensor, begun: Mark, verified: Mark | None = None) -> None:
+        self._host = on_device
+        if on_device.is_cuda:
+            self._host = torch.empty_like(on_device, device="cpu", pin_memory=True)
+            self._host.copy_(on_device, non_blocking=True)
+        self.marks = StepMarks(begun, verified, Mark(on_device.device))
+
+    def rows(self) -> NDArray[np.int64]:
+        self.marks.ended.wait()
+        rows: NDArray[np.int64] = self._host.numpy()
+        return rows
 
 
 class Runner:
-    def __init__(self, target: TargetModel, drafter: Drafter | None, num_slots: int) -> None:
-        weight = target.embed_tokens.weight
-        self.target = target
-        self.drafter = drafter
-        self.device = weight.device
-        self.target_cache = PagedKVCache(
-            target_layout(target), num_slots, weight.dtype, weight.device
+    """`static`: shapes are those of few graphs, padded. `tables`: by slot, as the layout reads
+    them."""
+
+    def __init__(
+        self, models: StepModels, tables: list[BlockTable | None], *, static: bool
+    ) -> None:
+        self.models, self.static = models, static
+        self._tables = tables
+        self._graphs: dict[StepShape, GraphedStep] = {}
+        self.device = models.state.numbers.device
+        self._memory = GraphMemory() if static and self.device.type == "cuda" else None
+
+    def num_splits(self, batch: int, context: int) -> int:
+        """Parts into which attention divides the keys of a batch; a few sizes, for few graphs."""
+        if self._memory is None:
+            return 1
+        from peagle.kernels.gpu.tiles import choose_splits
+
+        longest = 1 << (context - 1).bit_length()
+        kv_heads = self.models.target.config.num_key_value_heads
+        return choose_splits(padded(max(batch, 1), BATCH_SIZES), kv_heads, longest, self._num_sms)
+
+    @cached_property
+    def _num_sms(self) -> int:
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def run(
+        self,
+        shape: StepShape,
+        slots: Sequence[int],
+        caps: Sequence[int],
+        chunks: Sequence[Chunk],
+        host: HostSampling | None = None,
+    ) -> Report:
+        shape = self._padded(shape, chunks)
+        inputs = self._inputs(shape, slots, caps, chunks)
+        if self._memory is None or host is not None:
+            return self._run_eagerly(Step(self.models, shape), inputs, host)
+        if shape not in self._graphs:
+            self._graphs[shape] = GraphedStep(Step(self.models, shape), self._memory)
+        return Report(*self._graphs[shape].run(inputs))
+
+    def _run_eagerly(self, step: Step, inputs: Tensor, host: HostSampling | None) -> Report:
+        begun = Mark(self.device)
+        step.inputs.copy_(inputs)
+        verified = step.verify(host)
+        mark = Mark(self.device)
+        step.draft(verified)
+        return Report(verified.committed.report, begun, mark)
+
+    def _padded(self, shape: StepShape, chunks: Sequence[Chunk]) -> StepShape:
+        """With the prompt rows' items; under graphs, one of the few shapes that holds it."""
+        if not self.static:
+            longest = max((c.num_rows for c in chunks), default=1)
+            return shape._replace(num_items=len(chunks), rows_per_item=longest)
+        num_items = sum(-(-c.num_rows // ROWS_PER_ITEM) for c in chunks)
+        return shape._replace(
+            batch=padded(max(shape.batch, 1), BATCH_SIZES),
+            num_items=padded(num_items, ITEM_COUNTS),
+            rows_per_item=ROWS_PER_ITEM,
         )
-        self.draft_cache = None
-        if drafter is not None and drafter.cache_layout is not None:
-            self.draft_cache = PagedKVCache(
-                drafter.cache_layout, num_slots, weight.dtype, weight.device
+
+    def _inputs(
+        self,
+        shape: StepShape,
+        slots: Sequence[int],
+        caps: Sequence[int],
+        chunks: Sequence[Chunk],
+    ) -> Tensor:
+        packed, tensors = empty_inputs(shape, self.models.state.padding)
+        # The same memory, quicker to write to.
+        fields = {name: tensor.numpy() for name, tensor in tensors._asdict().items()}
+        fields["slots"][: len(slots)] = slots
+        fields["caps"][: len(slots)] = caps
+        item, size = 0, shape.rows_per_item
+        for chunk in chunks:
+            request, end = chunk.slot.request, chunk.first + chunk.num_rows
+            num_items = -(-chunk.num_rows // size)
+            rows, items = (
+                slice(item * size, item * size + chunk.num_rows),
+                slice(item, item + num_items),
             )
+            offsets = np.arange(num_items) * size
+            fields["prompt_ids"][rows] = request.token_ids[chunk.first : end]
+            fields["next_ids"][rows] = request.token_ids[chunk.first + 1 : end + 1]
+            fields["item_slots"][items] = chunk.slot.index
+            fields["item_starts"][items] = chunk.first + offsets
+            fields["item_counts"][items] = counts = np.minimum(chunk.num_rows - offsets, size)
+            fields["draft_counts"][items] = counts * self._is_drafted(request, end)
+            item += num_items
+        return packed
 
-    def propose(
-        self, schedule: Sequence[Scheduled], verification: Verification
-    ) -> list[SequenceDraft]:
-        """Drafts for each scheduled request; those in mid-prefill only feed the drafter's cache."""
-        drafts = [NO_DRAFT] * len(schedule)
-        if self.drafter is None:
-            return drafts
-        chosen = [n for n, s in enumerate(schedule) if self._goes_to_drafter(s)]
-        if not chosen:
-            return drafts
-        requests = [schedule[n].request for n in chosen]
-        sequences = [self._draft_sequence(schedule[n]) for n in chosen]
-
-        def attend(spans: Sequence[Span]) -> tuple[Attention, Tensor]:
-            assert self.draft_cache is not None
-            attention = self.draft_cache.attention([_table(r) for r in requests], spans)
-            return attention, attention.positions
-
-        choose = DraftChooser(requests, self.target.config.vocab_size, verification)
-        proposed = self.drafter.propose(DraftBatch(sequences, attend, choose))
-        for n, draft in zip(chosen, proposed, strict=True):
-            drafts[n] = draft
-        return drafts
-
-    def forward(
-        self, schedule: Sequence[Scheduled], drafts: Sequence[SequenceDraft]
-    ) -> list[TargetRows]:
-        """One pass of the target over all scheduled tokens and their drafts."""
-        tokens: list[int] = []
-        logit_rows: list[int] = []
-        spans = []
-        for n, (scheduled, draft) in enumerate(zip(schedule, drafts, strict=True)):
-            request, known = scheduled.request, scheduled.num_tokens
-            first = request.num_computed
-            new = request.token_ids[first : first + known] + draft.token_ids
-            spans.append(Span(n, first, len(new)))
-            if scheduled.samples:
-                logit_rows += range(len(tokens) + known - 1, len(tokens) + len(new))
-            tokens += new
-        attention = self.target_cache.attention([_table(s.request) for s in schedule], spans)
-        hidden, taps = self.target(
-            torch.tensor(tokens, device=self.device),
-            attention.positions,
-            attention,
-            self.drafter.tap_layers if self.drafter else (),
-        )
-        logits = self.target.logits(hidden[logit_rows]) if logit_rows else hidden[:0]
-        kept = [self._may_be_drafted_for(s.request) for s in schedule]
-        return _split_rows(schedule, drafts, logits, taps, kept)
-
-    def _may_be_drafted_for(self, request: Request) -> bool:
-        """False where taps would only pile up: speculation off, or the head's positions end."""
-        reach = self.drafter.max_positions if self.drafter else None
-        in_reach = reach is None or request.num_tokens <= reach + 1
+    def _is_drafted(self, request: Request, num_rows: int) -> bool:
+        """False where its rows would be beyond the drafter's positions, or nobody reads them."""
+        in_reach = num_rows < self.models.max_draft_tokens
         return request.num_speculative_tokens > 0 and in_reach
 
-    def _goes_to_drafter(self, scheduled: Scheduled) -> bool:
-        request = scheduled.request
-        wants_drafts = scheduled.num_draft_tokens > 0
-        if self.drafter is None or not self.drafter.tap_layers:
-            return wants_drafts
-        in_reach = (
-            self.drafter.max_positions is None
-            or request.draft_start + request.num_pending <= self.drafter.max_positions
-        )
-        in_prefill = request.num_uncomputed > 1
-        return in_reach and request.num_pending > 0 and (wants_drafts or in_prefill)
+    def open_slots(self, slots: Sequence[Slot]) -> None:
+        """Tells the device of requests that were admitted."""
+        if not slots:
+            return
+        state = self.models.state
+        numbers = torch.tensor([_numbers(s) for s in slots]).t()
+        fractions = torch.tensor([_fractions(s.request) for s in slots], dtype=torch.float32).t()
+        places = self._to_device(torch.tensor([s.index for s in slots]))
+        state.numbers[:, places] = self._to_device(numbers.contiguous())
+        state.fractions[:, places] = self._to_device(fractions.contiguous())
 
-    def _draft_sequence(self, scheduled: Scheduled) -> DraftSequence:
-        request = scheduled.request
-        start = request.draft_start
-        taps = request.take_taps() if request.pending_taps else None
-        known = request.token_ids[start + 1 : request.draft_start + 1]
-        return DraftSequence(
-            history=request.token_ids,
-            start=start,
-            token_ids=torch.tensor(known, dtype=torch.long, device=self.device),
-            taps=taps,
-            num_draft_tokens=scheduled.num_draft_tokens,
-        )
+    def write_blocks(self, slots: Sequence[Slot]) -> None:
+        """Tells the device which blocks these have gained."""
+        gained: list[tuple[int, int, int]] = []  # slot, column, block
+        for slot in slots:
+            table = slot.request.table
+            assert table is not None
+            self._tables[slot.index] = table
+            new = table.blocks[slot.num_written_blocks :]
+            first = slot.num_written_blocks
+            gained += [(slot.index, first + n, block) for n, block in enumerate(new)]
+            slot.num_written_blocks = len(table.blocks)
+        if not gained:
+            return
+        state = self.models.state
+        places, columns, blocks = self._to_device(torch.tensor(gained).t().contiguous())
+        state.block_tables[places, columns] = blocks.int()
+        tables = [s.request.table for s in slots]
+        capacity = [[s.index for s in slots], [t.capacity if t else 0 for t in tables]]
+        places, values = self._to_device(torch.tensor(capacity))
+        state.capacity[places] = values
+
+    def set_drafts(self, slots: Sequence[int], drafts: Sequence[SequenceDraft]) -> None:
+        """Those of a drafter on the host, for the next step."""
+        state = self.models.state
+        for slot, (token_ids, probabilities) in zip(slots, drafts, strict=True):
+            count = len(token_ids)
+            tokens = torch.tensor(token_ids, dtype=torch.int64, device=self.device)
+            state.drafts[slot, :count] = tokens
+            state.num_drafts[slot] = count
+            if state.draft_probs is not None and count:
+                probs = state.draft_probs[slot, :count]
+                if probabilities is None:
+                    probs.zero_().scatter_(1, tokens[:, None], 1.0)
+                else:
+                    probs.copy_(probabilities)
+
+    def _to_device(self, host: Tensor) -> Tensor:
+        """Without waiting, where the device is another."""
+        if self.device.type != "cuda":
+            return host
+        return host.pin_memory().to(self.device, non_blocking=True)
 
 
-def target_layout(target: TargetModel) -> CacheLayout:
-    config = target.config
-    return CacheLayout(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+def _numbers(slot: Slot) -> list[int]:
+    """In the order of DeviceBatch's columns."""
+    request = slot.request
+    num_prompt = len(request.prompt_token_ids)
+    return [
+        request.token_ids[-1],
+        slot.num_known - 1,
+        num_prompt + request.max_tokens,
+        num_prompt,
+        request.num_speculative_tokens,
+        0,  # it has no drafts yet
+        max(request.params.top_k, 0),
+        request.seed,
+        0 if request.table is None else request.table.capacity,
+    ]
 
 
-def _table(request: Request) -> BlockTable:
-    assert request.table is not None
-    return request.table
-
-
-def _split_rows(
-    schedule: Sequence[Scheduled],
-    drafts: Sequence[SequenceDraft],
-    logits: Tensor,
-    taps: Tensor | None,
-    keeps_taps: Sequence[bool],
-) -> list[TargetRows]:
-    out = []
-    row = logit_row = 0
-    for scheduled, draft, keeps in zip(schedule, drafts, keeps_taps, strict=True):
-        num_rows = scheduled.num_tokens + len(draft.token_ids)
-        own_logits = own_taps = None
-        if scheduled.samples:
-            own_logits = logits[logit_row : logit_row + 1 + len(draft.token_ids)]
-            logit_row += len(own_logits)
-        if taps is not None and keeps:
-            own_taps = taps[row : row + num_rows]
-        out.append(TargetRows(own_logits, own_taps))
-        row += num_rows
-    return out
+def _fractions(request: Request) -> list[float]:
+    params = request.params
+    return [0.0 if params.greedy else params.temperature, params.top_p, params.min_p]

@@ -1,29 +1,73 @@
-"""Who computes how many tokens in this step: admission, chunked prefill, preemption.
+"""Who computes which rows in this step: admission, prompt chunks, drafts, preemption.
 
-First come, first served. A step holds at most `max_num_batched_tokens` rows. Decoding requests
-go first, one row each before any drafts; prefill takes what is left, in chunks. When blocks run
-out, drafts are given up first, then the youngest running request is preempted: its blocks are
-freed and it is recomputed later.
+First come, first served. A step holds at most `max_num_batched_tokens` rows. Decoding requests go
+first, one row each before any drafts; prompts take what is left, in chunks. When blocks run out,
+drafts are given up first, then the youngest running request is preempted: its blocks are freed and
+it is recomputed later.
+
+The last token of a prompt is a decode row like any newest token: it stands in the same step as the
+rest of the prompt, or in the next one. So prompt rows never sample.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
+from peagle.engine.adjust import needs_adjustment
 from peagle.engine.blocks import BlockAllocator
+from peagle.engine.clock import Clock, Shares
+from peagle.engine.host_batch import Column, HostBatch
 from peagle.engine.request import Request, Status
+from peagle.engine.sampler import SAMPLINGS, sampling_of
+
+# Blocks taken ahead while there are plenty, so that the host does it less often: most answers get
+# all of theirs when they are admitted, and the device is told once.
+BLOCKS_AHEAD = 16
 
 
-class Scheduled(NamedTuple):
+@dataclass(eq=False)
+class Slot:
+    """A running request. What changes with every step is in the HostBatch."""
+
     request: Request
-    num_tokens: int  # known tokens to compute
-    num_draft_tokens: int  # drafts to verify behind them, at most
+    index: int
+    serial: int
+    num_known: int  # tokens known when it was admitted: the prompt, or more after preemption
+    num_prefilled: int = 0  # of all but the last of these, how many were launched
+    num_written_blocks: int = 0  # how much of its block table the device has
+    closed: bool = False  # ended or preempted: reports still in flight are not for it
+    began: Shares | None = None  # the clock when it was admitted
 
     @property
-    def samples(self) -> bool:
-        """True if the step reaches the newest token, so that a next one is sampled."""
-        return self.num_tokens == self.request.num_uncomputed
+    def num_prompt_rows(self) -> int:
+        """Rows that are left before the newest token's."""
+        return self.num_known - 1 - self.num_prefilled
+
+
+class Chunk(NamedTuple):
+    """Known tokens first .. first + num_rows - 1 of a slot, none of them its newest."""
+
+    slot: Slot
+    first: int
+    num_rows: int
+
+
+class Schedule(NamedTuple):
+    """The rows of one step."""
+
+    slots: Column  # that decode
+    caps: Column  # drafts that each may verify
+    chunks: list[Chunk]
+    opened: list[Slot]  # those that the device does not know yet
+    grown: list[Slot]  # those with blocks that the device does not know yet
+
+    def __bool__(self) -> bool:
+        return bool(len(self.slots) or self.chunks)
 
 
 class Scheduler:
@@ -32,104 +76,181 @@ class Scheduler:
         allocator: BlockAllocator,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        max_model_len: int,
-        max_draft_position: int | None,
+        max_drafts: int,
+        eos_token_ids: frozenset[int],
+        clock: Clock,
     ) -> None:
-        self.allocator = allocator
+        self.allocator, self.clock = allocator, clock
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
-        self.max_draft_position = max_draft_position
+        self.batch = HostBatch(max_num_seqs, max_drafts)
         self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
-        self._num_preempted = 0
+        self.running: dict[int, Slot] = {}  # by index, in order of admission
+        self._prompting: list[Slot] = []  # those whose newest token has not been launched
+        self._eos_token_ids = eos_token_ids
+        self._num_admitted = self._num_preempted = 0
+        self._free = list(range(max_num_seqs))[::-1]
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def schedule(self) -> list[Scheduled]:
-        schedule: list[Scheduled] = []
-        preempted_before = self._num_preempted
-        decoding = [r for r in self.running if r.num_uncomputed == 1]
-        budget = self.max_num_batched_tokens - len(decoding)
-        for request in decoding:
-            if request.status is Status.RUNNING:  # an older one may have preempted it
-                drafts = min(self._draft_limit(request), budget)
-                drafts = self._make_room(request, 1, drafts)
-                if request.status is Status.RUNNING:
-                    schedule.append(Scheduled(request, 1, drafts))
-                    budget -= drafts
-        budget = self._schedule_prefill(schedule, budget)
-        if self._num_preempted == preempted_before:  # else the victim would come straight back
-            self._admit(schedule, budget)
-        # Only younger requests are preempted, and those are scheduled later.
-        assert all(s.request.status is Status.RUNNING for s in schedule)
-        return schedule
+    def schedule(self) -> Schedule:
+        num_preempted = self._num_preempted
+        grown = self._make_room()
+        slots = np.flatnonzero(self.batch.ready())
+        caps = self._caps(slots)
+        budget = self.max_num_batched_tokens - len(slots) - int(caps.sum())
+        opened = []
+        if self._num_preempted == num_preempted:  # else the victim would come straight back
+            opened = self._admit(budget)
+        chunks, joined = self._schedule_prompts(budget)
+        slots = np.concatenate((slots, np.array(joined, dtype=np.int64)))
+        caps = np.concatenate((caps, np.zeros(len(joined), dtype=np.int64)))
+        return Schedule(slots, caps, chunks, opened, [s for s in grown if not s.closed] + opened)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def slot_of(self, request: Request) -> Slot | None:
+        return next((s for s in self.running.values() if s.request is request), None)
 
     def finish(self, request: Request) -> None:
         """Frees the request wherever it stands. Its `finish` was called."""
-        if request in self.running:
-            self.running.remove(request)
+        slot = self.slot_of(request)
+        if slot is not None:
+            self._close(slot)
         elif request in self.waiting:
             self.waiting.remove(request)
-        self._release(request)
 
-    def _schedule_prefill(self, schedule: list[Scheduled], budget: int) -> int:
-        for request in [r for r in self.running if r.num_uncomputed > 1]:
-            chunk = min(request.num_uncomputed, budget)
-            if chunk < 1 or request.status is not Status.RUNNING:
-                continue
-            self._make_room(request, chunk, 0)
-            if request.status is Status.RUNNING:
-                schedule.append(Scheduled(request, chunk, 0))
-                budget -= chunk
-        return budget
+    def _caps(self, slots: Column) -> Column:
+        """Drafts that the step has rows for; the oldest requests first."""
+        caps = self.batch.per_step[slots] - 1
+        left = self.max_num_batched_tokens - len(slots)
+        if caps.sum() > left:
+            order = np.argsort(self.batch.serials[slots])
+            before = np.cumsum(caps[order]) - caps[order]
+            caps[order] = np.clip(left - before, 0, caps[order])
+        return caps
 
-    def _admit(self, schedule: list[Scheduled], budget: int) -> None:
-        """Lets waiting requests in while the whole of their known tokens fits, with one to go."""
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+    def _schedule_prompts(self, budget: int) -> tuple[list[Chunk], list[int]]:
+        """-> the chunks that fit, and the slots whose newest token comes with them."""
+        chunks: list[Chunk] = []
+        joined: list[int] = []
+        for slot in self._prompting:
+            count = min(slot.num_prompt_rows, budget)
+            if count > 0:
+                chunks.append(Chunk(slot, slot.num_prefilled, count))
+                slot.num_prefilled += count
+                budget -= count
+            if slot.num_prompt_rows == 0 and budget > 0:
+                joined.append(slot.index)
+                self.batch.decodes[slot.index] = 1
+                budget -= 1
+        decoding = set(joined)
+        self._prompting = [s for s in self._prompting if s.index not in decoding]
+        return chunks, joined
+
+    def _admit(self, budget: int) -> list[Slot]:
+        """Lets waiting requests in while there are rows, a slot, and blocks for all their known
+        tokens and the first step's."""
+        admitted: list[Slot] = []
+        budget -= sum(s.num_prompt_rows + 1 for s in self._prompting)
+        while self.waiting and self._free and budget > 0:
             request = self.waiting[0]
-            if self.allocator.blocks_for(request.num_tokens + 1) > self.allocator.num_free:
-                return
-            self.waiting.popleft()
-            expected = len(request.prompt_token_ids) + request.max_tokens
-            request.table = self.allocator.open_table(min(expected, self.max_model_len))
-            request.status = Status.RUNNING
-            self.running.append(request)
-            chunk = min(request.num_uncomputed, budget)
-            self.allocator.grow(request.table, request.num_tokens)
-            schedule.append(Scheduled(request, chunk, 0))
-            budget -= chunk
-
-    def _make_room(self, request: Request, num_tokens: int, num_drafts: int) -> int:
-        """Grows the request's table; -> how many drafts fit. May preempt, even the request."""
-        assert request.table is not None
-        needed = request.num_computed + num_tokens
-        if self.allocator.grow(request.table, needed + num_drafts):
-            return num_drafts
-        while not self.allocator.grow(request.table, needed):
-            youngest = self.running[-1]
-            self._preempt(youngest)
-            if youngest is request:
+            limit = len(request.prompt_token_ids) + request.max_tokens
+            table = self.allocator.open_table(limit)
+            expected = request.num_tokens + request.num_speculative_tokens + 1
+            if not self.allocator.grow(table, min(expected, limit)):
+                self.allocator.close_table(table)
                 break
-        return 0
+            self.waiting.popleft()
+            request.table, request.status = table, Status.RUNNING
+            admitted.append(self._open(request, limit))
+            budget -= request.num_tokens
+        for slot in admitted:
+            self._grow(slot, 0)
+        return admitted
 
-    def _draft_limit(self, request: Request) -> int:
-        """Drafts beyond the request's end or the head's positions are wasted."""
-        until_end = request.max_tokens - request.num_outputs - 1  # max_tokens fits the context
-        limit = min(request.num_speculative_tokens, until_end)
-        if self.max_draft_position is not None:
-            limit = min(limit, self.max_draft_position - request.num_tokens + 2)
-        return max(limit, 0)
+    def _open(self, request: Request, limit: int) -> Slot:
+        self._num_admitted += 1
+        slot = Slot(request, self._free.pop(), self._num_admitted, request.num_tokens)
+        slot.began = self.clock.shares
+        batch, n = self.batch, slot.index
+        assert request.table is not None
+        batch.serials[n] = slot.serial
+        batch.limits[n] = limit
+        batch.capacity[n] = request.table.capacity
+        batch.per_step[n] = request.num_speculative_tokens + 1
+        batch.sampling[n] = SAMPLINGS.index(sampling_of([request.params]))
+        batch.needs_host[n] = request.params.logprobs is not None or needs_adjustment(request)
+        batch.ends_early[n] = not request.stop_token_ids <= self._eos_token_ids
+        batch.num_computed[n] = slot.num_known - 1
+        request.take_outcomes = partial(batch.take_outcomes, n)
+        self.running[n] = slot
+        self._prompting.append(slot)
+        return slot
 
-    def _preempt(self, request: Request) -> None:
-        self.running.remove(request)
-        self._release(request)
+    def _make_room(self) -> list[Slot]:
+        """Blocks for one more step of all that decode, the oldest first; may preempt the youngest.
+        -> those that have got some."""
+        batch = self.batch
+        short = np.flatnonzero(batch.ready() & (batch.reach() > batch.capacity))
+        slots = sorted((self.running[n] for n in short.tolist()), key=lambda s: s.serial)
+        for slot in slots:
+            self._make_room_for(slot)
+        return slots
+
+    def _make_room_for(self, slot: Slot) -> None:
+        """With all drafts, or at least for the newest token, unless it is preempted itself."""
+        own = slice(slot.index, slot.index + 1)
+        with_drafts, without = int(self.batch.reach(own)[0]), int(self.batch.start(own)[0]) + 1
+        if slot.closed or self._grow(slot, with_drafts):
+            return
+        while not slot.closed and not self._grow(slot, without):
+            self._preempt(next(reversed(self.running.values())))
+
+    def _grow(self, slot: Slot, num_tokens: int) -> bool:
+        """Room for so many tokens and, if there is plenty, for some more. False: not even for
+        these."""
+        table, limit = slot.request.table, int(self.batch.limits[slot.index])
+        assert table is not None
+        needed = max(num_tokens, table.capacity)
+        wishes = (needed + self._tokens_ahead(), needed)
+        has_grown = any(self.allocator.grow(table, min(wish, limit)) for wish in wishes)
+        self.batch.capacity[slot.index] = table.capacity
+        return has_grown
+
+    def _tokens_ahead(self) -> int:
+        """None while somebody waits for blocks. If all took as many, most free ones would be
+        left."""
+        if self.waiting and self._free:
+            return 0
+        share = self.allocator.num_free // (4 * len(self.running))
+        return min(share, BLOCKS_AHEAD) * self.allocator.block_size
+
+    def _preempt(self, slot: Slot) -> None:
+        """Tokens in flight are lost and computed again: the same, or, by rejection, others of the
+        same distribution, for nobody has read them."""
+        self._close(slot)
         self._num_preempted += 1
-        request.forget_computation()
-        self.waiting.appendleft(request)
+        slot.request.preempt()
+        self.waiting.appendleft(slot.request)
 
-    def _release(self, request: Request) -> None:
+    def _close(self, slot: Slot) -> None:
+        """Frees the slot and its blocks. What is in flight runs before whoever comes next."""
+        assert not slot.closed
+        request = slot.request
+        stats = request.stats  # with the outcomes that the batch has
+        request.take_outcomes = None
+        if slot.began is not None:
+            self.clock.shares.add_to(stats, since=slot.began)
+        slot.closed = True
+        del self.running[slot.index]
+        if slot in self._prompting:
+            self._prompting.remove(slot)
+        self.batch.clear(slot.index)
+        self._free.append(slot.index)
         if request.table is not None:
             self.allocator.close_table(request.table)
             request.table = None

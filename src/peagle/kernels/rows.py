@@ -2,15 +2,17 @@
 
 Shapes: I items, Q rows each, N = I * Q rows, T block tables, S slots, g key-value heads, D head
 dimension. An item's rows stand at consecutive positions of one sequence. A sequence with more new
-rows than Q is several items; rows that only fill an item up are written to the trash slot.
+rows than Q is several items; rows that only fill an item up are written to the padding slot.
 
 Row j of item i sees the keys at positions <= starts[i] + j that are below ends[i].
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -20,7 +22,20 @@ class PagedRows(NamedTuple):
     starts: Tensor  # [I] int32: position of the item's first row
     ends: Tensor  # [I] int32: only keys at positions below it were written and may be read
     positions: Tensor  # [N] int64: of each row; below the rotary table's length
-    slots: Tensor  # [N] int64: where the row's key and value go; S - 1 is the trash slot
+    slots: Tensor  # [N] int64: where the row's key and value go; S - 1 is the padding slot
     rows_per_item: int  # Q
     block_size: int
     num_splits: int  # parts over which an item's keys are divided; their results are merged
+
+
+class RowGroups(NamedTuple):
+    """The rows of one pass: groups of items of one size each, one behind the other. All rows are
+    written before any is read, so a sequence may have items in several groups."""
+
+    positions: Tensor  # [N] of all rows
+    slots: Tensor  # [N]
+    groups: Sequence[PagedRows]  # parts of them
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        """x [N, ...] by groups."""
+        return list(torch.split(x, [len(group.slots) for group in self.groups]))

@@ -1,18 +1,28 @@
-"""The drafter seam: the engine hands over what is new since the last step and gets draft tokens.
+"""The drafter seam: what is new since the last step goes in, draft tokens come out.
 
-The engine never asks which algorithm it is. A drafter that reads the target's hidden states says
-so by `tap_layers`; one that keeps a cache says how many layers of which shape by `cache_layout`.
+There are two kinds. A `NetworkDrafter` reads the target's hidden states (`tap_layers`), keeps a
+cache (`cache_layout`) and runs inside the engine's step, on the device and without asking the
+host. A `HostDrafter` has neither: it looks at the tokens so far, on the host, between two steps.
+
+Rows are laid out in items of one size, some of them padding. Under CUDA graphs shapes must not
+depend on values, so padding is computed for nothing; elsewhere a `Packing` leaves it out.
+
+Shapes: B slots, K draft tokens, P rows per slot whose token and hidden state are known, at most, C
+tapped width, N rows, I items, Q rows of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
+from peagle.kernels.step_ops import StepOps
 from peagle.models.attention import Attention
+from peagle.models.output import OutputRows
 
 
 class Span(NamedTuple):
@@ -29,63 +39,100 @@ class CacheLayout(NamedTuple):
     head_dim: int
 
 
-class Choice(NamedTuple):
-    token_ids: Tensor  # [R], the target's ids
-    probabilities: Tensor | None  # [R, V], kept when verification is by rejection
+class RowItems(NamedTuple):
+    """Q rows for each slot of `slots`, `counts` of them real, at positions from `starts` on."""
+
+    slots: Tensor  # [I]
+    starts: Tensor  # [I]
+    counts: Tensor  # [I]
+    rows_per_item: int  # Q
 
 
-class SpanAttention(Protocol):
-    """Makes cached attention for rows laid out as the given spans, one after the other."""
+class Packing:
+    """Which of N padded rows are real; without an index all are kept."""
 
-    def __call__(self, spans: Sequence[Span]) -> tuple[Attention, Tensor]:
-        """-> the attention object and the rows' positions [N]."""
-        ...
+    def __init__(self, total: int, index: Tensor | None = None, rows_per_item: int = 1) -> None:
+        self.total, self.index, self.rows_per_item = total, index, rows_per_item
+
+    def __len__(self) -> int:
+        return self.total if self.index is None else len(self.index)
+
+    def take(self, padded: Tensor) -> Tensor:
+        """[N, ...] -> the real rows."""
+        return padded if self.index is None else padded.index_select(0, self.index)
+
+    def put(self, real: Tensor) -> Tensor:
+        """The real rows -> [N, ...], zeros between them."""
+        if self.index is None:
+            return real
+        padded = real.new_zeros(self.total, *real.shape[1:])
+        return padded.index_copy_(0, self.index, real)
 
 
-class Chooser(Protocol):
-    """Draws draft tokens as each sequence's request asks: argmax or with its shared noise."""
-
-    def __call__(
-        self, logits: Tensor, sequences: Sequence[int], depths: Sequence[int], ids: Tensor | None
-    ) -> Choice:
-        """logits [R, Vd]; row r is draft `depths[r]` (0-based) of `sequences[r]`.
-
-        `ids` [Vd] gives the target's id of each draft id, None when they are the same.
-        """
-        ...
+def pack(counts: Sequence[int], rows_per_item: int, device: torch.device) -> Packing:
+    """Items with so many real rows each."""
+    total = len(counts) * rows_per_item
+    if sum(counts) == total:
+        return Packing(total, None, rows_per_item)
+    rows = [i * rows_per_item + j for i, count in enumerate(counts) for j in range(count)]
+    return Packing(total, torch.tensor(rows, dtype=torch.long, device=device), rows_per_item)
 
 
-@dataclass(frozen=True)
-class DraftSequence:
-    """One sequence: rows the drafter has not seen, and how many drafts are wanted (may be 0)."""
+class Rows(NamedTuple):
+    """The rows of one pass of a model."""
 
-    history: Sequence[int]  # all tokens so far, prompt included
-    start: int  # position of the first new row
-    token_ids: Tensor  # [m]: the token at p+1 for each new row p
-    taps: Tensor | None  # [m, 3H]
-    num_draft_tokens: int
+    attention: Attention
+    positions: Tensor  # of the real rows
+    packing: Packing
+
+
+class PromptRows(NamedTuple):
+    """Rows that only feed the drafter's cache."""
+
+    tokens: Tensor  # [I * Q] the token at p + 1 for each row p
+    taps: Tensor  # [I * Q, C] the target's hidden states at p
+    items: RowItems
 
 
 @dataclass(frozen=True)
 class DraftBatch:
-    sequences: Sequence[DraftSequence]
-    attend: SpanAttention
-    choose: Chooser
-
-
-class SequenceDraft(NamedTuple):
-    token_ids: list[int]  # at most num_draft_tokens, possibly none
-    probabilities: Tensor | None = None  # [len(token_ids), V] when verification is by rejection
-
-
-Draft = list[SequenceDraft]  # one entry per sequence of the batch
+    slots: Tensor  # [B]
+    tokens: Tensor  # [B, P] the token at p + 1 for each new row p
+    taps: Tensor  # [B * P, C] the target's hidden states at p
+    starts: Tensor  # [B] position of the first new row
+    num_real: Tensor  # [B] how many of the P rows there are
+    num_drafts: Tensor  # [B] how many drafts are asked for, K at most
+    depth: int  # K
+    prompt: PromptRows | None
+    attend: Callable[[Sequence[RowItems]], Rows]
+    pack: Callable[[Tensor, int], Packing]  # counts [B], rows per item
+    # Rows of drafts first .. first + n - 1, packed -> tokens [B, n], in the target's ids.
+    choose: Callable[[OutputRows, int, Packing], Tensor]
+    ops: StepOps
 
 
 class Drafter(Protocol):
     method: str
     tap_layers: tuple[int, ...]  # () when the target's hidden states are not needed
-    cache_layout: CacheLayout | None
+    cache_layout: CacheLayout | None  # None: a HostDrafter
     max_speculative_tokens: int
     max_positions: int | None  # drafts at or beyond this position are not asked for
 
-    def propose(self, batch: DraftBatch) -> Draft: ...
+
+class NetworkDrafter(Drafter, Protocol):
+    def propose(self, batch: DraftBatch) -> Tensor:
+        """Draft tokens [B, K], in the target's ids; what stands beyond `num_drafts` is not read."""
+        ...
+
+
+class SequenceDraft(NamedTuple):
+    token_ids: list[int]  # at most as many as asked for, possibly none
+    probabilities: Tensor | None = None  # [len(token_ids), V]; None: it is certain of them
+
+
+class HostDrafter(Drafter, Protocol):
+    def propose(
+        self, histories: Sequence[Sequence[int]], counts: Sequence[int]
+    ) -> list[SequenceDraft]:
+        """At most `counts` drafts behind all tokens of each sequence so far."""
+        ...

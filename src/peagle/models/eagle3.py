@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from peagle.config import MAX_SPECULATIVE_TOKENS
-from peagle.models.drafter import CacheLayout, Choice, Draft, DraftBatch, SequenceDraft, Span
+from peagle.models.drafter import CacheLayout, DraftBatch, RowItems
 from peagle.models.eagle import EagleNetwork
-from peagle.models.p_eagle import cache_layout, real_rows, target_ids
+from peagle.models.p_eagle import cache_layout, choose, embed, features_of, run_rows
 
 
 class Eagle3Drafter:
@@ -24,63 +24,36 @@ class Eagle3Drafter:
         self.cache_layout: CacheLayout | None = cache_layout(network)
         self.max_positions: int | None = network.config.max_position_embeddings
 
-    def propose(self, batch: DraftBatch) -> Draft:
-        hidden, drafting = self._real_pass(batch)
-        choices: list[list[Choice]] = [[] for _ in batch.sequences]
-        depth = 0
-        while drafting:
-            choice = self._choose(batch, hidden, drafting, depth)
-            for row, index in enumerate(drafting):
-                choices[index].append(_row(choice, row))
-            depth += 1
-            going_on = [
-                row for row, i in enumerate(drafting) if batch.sequences[i].num_draft_tokens > depth
-            ]
-            drafting = [drafting[row] for row in going_on]
-            if drafting:
-                tokens = choice.token_ids[going_on]
-                hidden = self._draft_pass(batch, tokens, hidden[going_on], drafting, depth)
-        return [_join(c) for c in choices]
+    def propose(self, batch: DraftBatch) -> Tensor:
+        hidden = self._real_pass(batch)
+        drafts = [choose(self.network, batch, hidden, 0, 1)]
+        starts, counts = _places(batch)
+        for depth in range(1, batch.depth):
+            items = RowItems(batch.slots, starts[depth - 1], counts[depth - 1], 1)
+            hidden = self._draft_pass(batch, items, drafts[-1].flatten(), hidden)
+            drafts.append(choose(self.network, batch, hidden, depth, 1))
+        return torch.cat(drafts, dim=1)
 
-    def _real_pass(self, batch: DraftBatch) -> tuple[Tensor, list[int]]:
-        """Runs the new real rows; -> the last row's state of each sequence that drafts."""
-        lengths = [s.token_ids.shape[0] for s in batch.sequences]
-        spans = [
-            Span(i, s.start, n)
-            for i, (s, n) in enumerate(zip(batch.sequences, lengths, strict=True))
-        ]
-        attention, positions = batch.attend(spans)
-        hidden = self.network(*real_rows(self.network, batch), positions, attention)
-        drafting = [i for i, s in enumerate(batch.sequences) if s.num_draft_tokens > 0]
-        last_rows = torch.tensor(lengths).cumsum(0) - 1
-        return hidden[last_rows[drafting]], drafting
+    def _real_pass(self, batch: DraftBatch) -> Tensor:
+        """Runs the new real rows and the prompts'; -> each slot's last state [B, H]."""
+        width = batch.tokens.shape[1]
+        items = RowItems(batch.slots, batch.starts, batch.num_real, width)
+        embeddings = embed(self.network, batch, batch.tokens.flatten())
+        features = features_of(self.network, batch, batch.taps, batch.num_real, width)
+        hidden = run_rows(self.network, batch, items, batch.prompt, embeddings, features)
+        return batch.ops.pick_rows(hidden, batch.num_real, width, 1)
 
     def _draft_pass(
-        self, batch: DraftBatch, tokens: Tensor, states: Tensor, drafting: list[int], depth: int
+        self, batch: DraftBatch, items: RowItems, tokens: Tensor, states: Tensor
     ) -> Tensor:
-        """One row per drafting sequence, `depth` positions past its last real row."""
-        spans = []
-        for index in drafting:
-            sequence = batch.sequences[index]
-            last = sequence.start + sequence.token_ids.shape[0] - 1
-            spans.append(Span(index, last + depth, 1))
-        attention, positions = batch.attend(spans)
+        """One row per slot: a draft's embedding with the state that produced it."""
         features = self.network.norm(states) if self.network.config.norm_output else states
-        out: Tensor = self.network(self.network.embed(tokens), features, positions, attention)
-        return out
-
-    def _choose(self, batch: DraftBatch, hidden: Tensor, drafting: list[int], depth: int) -> Choice:
-        logits = self.network.logits(hidden)
-        depths = [depth] * len(drafting)
-        return batch.choose(logits, drafting, depths, target_ids(self.network))
+        embeddings = embed(self.network, batch, tokens)
+        return run_rows(self.network, batch, items, None, embeddings, features)
 
 
-def _row(choice: Choice, row: int) -> Choice:
-    law = None if choice.probabilities is None else choice.probabilities[row : row + 1]
-    return Choice(choice.token_ids[row : row + 1], law)
-
-
-def _join(choices: list[Choice]) -> SequenceDraft:
-    tokens = [int(c.token_ids) for c in choices]
-    laws = [c.probabilities for c in choices if c.probabilities is not None]
-    return SequenceDraft(tokens, torch.cat(laws) if laws else None)
+def _places(batch: DraftBatch) -> tuple[Tensor, Tensor]:
+    """Position of draft row 1 .. K-1 of each slot, and whether the slot wants it: [K-1, B]."""
+    depths = torch.arange(1, batch.depth, device=batch.starts.device)[:, None]
+    starts = batch.starts + batch.num_real - 1 + depths
+    return starts, (batch.num_drafts > depths).long()

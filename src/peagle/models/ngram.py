@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from peagle.config import MAX_SPECULATIVE_TOKENS
-from peagle.models.drafter import CacheLayout, Draft, DraftBatch, SequenceDraft
+from peagle.models.drafter import CacheLayout, SequenceDraft
 
 
 class NgramDrafter:
@@ -22,11 +22,11 @@ class NgramDrafter:
         self.shortest = shortest
         self.longest = longest
 
-    def propose(self, batch: DraftBatch) -> Draft:
-        return [
-            SequenceDraft(self._continuation(s.history, s.num_draft_tokens))
-            for s in batch.sequences
-        ]
+    def propose(
+        self, histories: Sequence[Sequence[int]], counts: Sequence[int]
+    ) -> list[SequenceDraft]:
+        asked = zip(histories, counts, strict=True)
+        return [SequenceDraft(self._continuation(history, count)) for history, count in asked]
 
     def _continuation(self, history: Sequence[int], count: int) -> list[int]:
         if count == 0:

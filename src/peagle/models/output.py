@@ -23,9 +23,10 @@ class OutputRows(NamedTuple):
     hidden: Tensor  # [R, H], as `layer` takes them
     layer: OutputLayer
     ids: Tensor | None = None  # [V]: the target's id of each column, where they are not the same
+    values: Tensor | None = None  # [R, V] logits that somebody has computed, and perhaps changed
 
     def logits(self) -> Tensor:
-        return self.layer.logits(self.hidden)
+        return self.layer.logits(self.hidden) if self.values is None else self.values
 
     def product(self) -> tuple[Tensor, Tensor]:
         return self.layer.output_product(self.hidden)

@@ -5,21 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from peagle.models.drafter import (
-    CacheLayout,
-    Draft,
-    DraftBatch,
-    DraftSequence,
-    SequenceDraft,
-    Span,
-)
+from peagle.models.drafter import CacheLayout, DraftBatch, PromptRows, RowItems
 from peagle.models.eagle import EagleNetwork
+from peagle.models.output import OutputRows
 
 
 class PEagleDrafter:
-    """Rows of one pass, per sequence: the new real rows, the last of which predicts draft 1,
-    then K - 1 mask rows, which predict drafts 2..K. Real rows overwrite the cache entries that
-    the mask rows of the last step left, before anything can read them."""
+    """Rows of one pass, per slot: the new real rows, the last of which predicts draft 1, then
+    K - 1 mask rows, which predict drafts 2..K. Real rows overwrite the cache entries that the
+    mask rows of the last step left, before anything can read them."""
 
     method = "p-eagle"
 
@@ -32,67 +26,75 @@ class PEagleDrafter:
         with torch.no_grad():
             self.mask_feature = network.mask_feature()  # constant once loaded
 
-    def propose(self, batch: DraftBatch) -> Draft:
-        spans = [row_span(i, s) for i, s in enumerate(batch.sequences)]
-        attention, positions = batch.attend(spans)
-        embeddings, features = self._rows(batch)
-        hidden = self.network(embeddings, features, positions, attention)
+    def propose(self, batch: DraftBatch) -> Tensor:
+        num_rows = batch.tokens.shape[1] + batch.depth - 1
+        counts = batch.num_real + (batch.num_drafts - 1).clamp(min=0)
+        items = RowItems(batch.slots, batch.starts, counts, num_rows)
+        hidden = self._pass(batch, items)
+        drafting = batch.ops.pick_rows(hidden, batch.num_real, num_rows, batch.depth)
+        return choose(self.network, batch, drafting, 0, batch.depth)
 
-        rows, sequences, depths = drafting_rows(batch, spans)
-        if not rows:
-            return [SequenceDraft([]) for _ in batch.sequences]
-        logits = self.network.logits(hidden[rows])  # [R, Vd]
-        choice = batch.choose(logits, sequences, depths, target_ids(self.network))
-        counts = [s.num_draft_tokens for s in batch.sequences]
-        tokens = split(choice.token_ids.tolist(), counts)
-        if choice.probabilities is None:
-            return [SequenceDraft(t) for t in tokens]
-        laws = torch.split(choice.probabilities, counts)
-        return [SequenceDraft(t, law) for t, law in zip(tokens, laws, strict=True)]
-
-    def _rows(self, batch: DraftBatch) -> tuple[Tensor, Tensor]:
-        """Embeddings and features [N, H] of all rows, in span order."""
-        real_embeddings, real_features = real_rows(self.network, batch)
-        counts = [s.token_ids.shape[0] for s in batch.sequences]
-        real = zip(
-            torch.split(real_embeddings, counts), torch.split(real_features, counts), strict=True
+    def _pass(self, batch: DraftBatch, items: RowItems) -> Tensor:
+        """-> hidden states [B * rows_per_item, H]."""
+        network, ops = self.network, batch.ops
+        places = batch.num_real, items.rows_per_item
+        embeddings = ops.embed_rows(
+            network.embedding.weight, batch.tokens, places[0], network.mask_embedding, places[1]
         )
-        embeddings, features = [], []
-        for sequence, (e, f) in zip(batch.sequences, real, strict=True):
-            num_masks = num_mask_rows(sequence)
-            embeddings += [e, self.network.mask_embedding.expand(num_masks, -1)]
-            features += [f, self.mask_feature.expand(num_masks, -1)]
-        return torch.cat(embeddings), torch.cat(features)
+        real = features_of(network, batch, batch.taps, batch.num_real, batch.tokens.shape[1])
+        real = real.view(*batch.tokens.shape, real.shape[1])
+        features = ops.expand_rows(real, places[0], self.mask_feature, places[1])
+        return run_rows(network, batch, items, batch.prompt, embeddings, features)
 
 
-def num_mask_rows(sequence: DraftSequence) -> int:
-    return max(sequence.num_draft_tokens - 1, 0)
+def features_of(
+    network: EagleNetwork, batch: DraftBatch, taps: Tensor, counts: Tensor, rows_per_item: int
+) -> Tensor:
+    """Hidden states [I * Q, C] of items with so many real rows [I] -> features [I * Q, H]."""
+    packing = batch.pack(counts, rows_per_item)
+    return packing.put(network.features(packing.take(taps)))
 
 
-def row_span(index: int, sequence: DraftSequence) -> Span:
-    return Span(index, sequence.start, sequence.token_ids.shape[0] + num_mask_rows(sequence))
+def run_rows(
+    network: EagleNetwork,
+    batch: DraftBatch,
+    items: RowItems,
+    prompt: PromptRows | None,
+    embeddings: Tensor,  # [B * Q, H]
+    features: Tensor,  # [B * Q, H]
+) -> Tensor:
+    """One pass over these rows and the prompt's; -> the hidden states [B * Q, H] of these."""
+    total = len(embeddings)
+    if prompt is None:
+        rows = batch.attend([items])
+    else:
+        rows = batch.attend([items, prompt.items])
+        embeddings = torch.cat((embeddings, embed(network, batch, prompt.tokens)))
+        places = prompt.items.counts, prompt.items.rows_per_item
+        own = features_of(network, batch, prompt.taps, *places)
+        features = torch.cat((features, own))
+    if not len(rows.packing):
+        return torch.zeros_like(embeddings[:total])
+    take = rows.packing.take
+    hidden = network(take(embeddings), take(features), rows.positions, rows.attention)
+    return rows.packing.put(hidden)[:total]
 
 
-def drafting_rows(batch: DraftBatch, spans: list[Span]) -> tuple[list[int], list[int], list[int]]:
-    """Rows that predict drafts, and the sequence and the depth of each."""
-    rows: list[int] = []
-    sequences: list[int] = []
-    depths: list[int] = []
-    end = 0
-    for index, (sequence, span) in enumerate(zip(batch.sequences, spans, strict=True)):
-        end += span.length
-        k = sequence.num_draft_tokens
-        rows += range(end - k, end)
-        sequences += [index] * k
-        depths += range(k)
-    return rows, sequences, depths
+def embed(network: EagleNetwork, batch: DraftBatch, tokens: Tensor) -> Tensor:
+    """[N] -> [N, H]"""
+    none = tokens.new_empty(len(tokens), 0)
+    return batch.ops.embed_tokens(network.embedding.weight, tokens, none)
 
 
-def real_rows(network: EagleNetwork, batch: DraftBatch) -> tuple[Tensor, Tensor]:
-    """Embeddings and features [M, H] of the rows whose tokens and taps are known."""
-    tokens = torch.cat([s.token_ids for s in batch.sequences])
-    taps = torch.cat([s.taps for s in batch.sequences if s.taps is not None])
-    return network.embed(tokens), network.features(taps)
+def choose(
+    network: EagleNetwork, batch: DraftBatch, hidden: Tensor, first: int, count: int
+) -> Tensor:
+    """Rows [B * n, H] of drafts first .. first + n - 1 -> tokens [B, n]."""
+    packing = batch.pack((batch.num_drafts - first).clamp(0, count), count)
+    if not len(packing):
+        return batch.slots.new_zeros(len(batch.slots), count)
+    output = OutputRows(packing.take(hidden), network, target_ids(network))
+    return batch.choose(output, first, packing)
 
 
 def target_ids(network: EagleNetwork) -> Tensor | None:
@@ -102,11 +104,3 @@ def target_ids(network: EagleNetwork) -> Tensor | None:
 def cache_layout(network: EagleNetwork) -> CacheLayout:
     config = network.config
     return CacheLayout(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
-
-
-def split(items: list[int], counts: list[int]) -> list[list[int]]:
-    parts, start = [], 0
-    for count in counts:
-        parts.append(items[start : start + count])
-        start += count
-    return parts

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from peagle.kernels.layer import CachePlace
 from peagle.kernels.plain.attention import paged_attention
-from peagle.kernels.rows import PagedRows
+from peagle.kernels.rows import RowGroups
 from peagle.models.attention import CachedAttention
 
 
 class RowsAttention(CachedAttention):
-    """The plain form, for any device. On a GPU `FusedLayers` runs whole layers over the same
+    """The reference, for any device. On a GPU `FusedLayers` runs whole layers over the same
     rows and caches with Triton kernels instead."""
 
-    def __init__(self, rows: PagedRows, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, rows: RowGroups, keys: Tensor, values: Tensor) -> None:
         self.rows = rows
         self.keys = keys  # [L, S, g, D]
         self.values = values  # [L, S, g, D]
@@ -23,7 +24,8 @@ class RowsAttention(CachedAttention):
         keys, values = self.keys[layer], self.values[layer]
         keys.index_copy_(0, self.rows.slots, k.to(keys.dtype))
         values.index_copy_(0, self.rows.slots, v.to(values.dtype))
-        return paged_attention(q, keys, values, self.rows, window)
+        parts = zip(self.rows.parts(q), self.rows.groups, strict=True)
+        return torch.cat([paged_attention(x, keys, values, group, window) for x, group in parts])
 
     def kernel_place(self, heads: int) -> CachePlace | None:
         """The CPU kernel reads blocks from the host; these are on the device."""

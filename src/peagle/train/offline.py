@@ -14,7 +14,7 @@ from peagle.checkpoints.targets import eos_token_ids
 from peagle.config import MAX_SPECULATIVE_TOKENS, EngineConfig
 from peagle.data.dataset import Dataset, DatasetWriter
 from peagle.data.prompts import Prompts
-from peagle.engine.build import build_engine
+from peagle.engine.engine import Engine
 from peagle.engine.loading import load_engine_target
 from peagle.errors import ConfigError, DataError
 from peagle.models.eagle import EagleNetwork
@@ -72,7 +72,7 @@ def own_answers(
     """The target's answers, written into `folder`."""
     tokenizer: Any = load_tokenizer(pair.folder)
     writer = DatasetWriter(folder, making.record(tokenizer), rows_per_shard=ALL_ROWS)
-    engine = build_engine(pair.target, pair.config, eos_token_ids=eos_token_ids(pair.folder))
+    engine = Engine(pair.target, pair.config, eos_token_ids=eos_token_ids(pair.folder))
     source = EmbeddedAnswers(engine, making.params)
     counts = Preparation(writer, source, making.rules(tokenizer))(prompts.good, prompts.bad)
     if not counts.answered:

@@ -36,14 +36,15 @@ def paged_attention(
     values: Tensor,  # [S, g, D]
     rows: PagedRows,
     window: int | None,
+    out: Tensor | None = None,  # [N, h, D]
 ) -> Tensor:
-    """-> [N, h, D]; zeros for a row that sees no key."""
+    """-> [N, h, D], in `out` where it is given; zeros for a row that sees no key."""
     num_rows, heads, dim = q.shape
     assert num_rows == len(rows.starts) * rows.rows_per_item
     assert heads % keys.shape[1] == 0
     assert all(t.is_contiguous() for t in (q, keys, values))
     assert rows.block_tables.stride(1) == 1
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
     if num_rows == 0:
         return out
     if rows.num_splits == 1:

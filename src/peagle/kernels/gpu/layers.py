@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from peagle.kernels.gpu.norms import add_rms_norm, rms_norm, silu_mul
 from peagle.kernels.gpu.qkv import fits_one_kernel, qkv_to_cache
 from peagle.kernels.layer import LayerTensors, Projection
 from peagle.kernels.plain.linear import MAX_NORMED_ROWS, Norm, fits_fused
-from peagle.kernels.rows import PagedRows
+from peagle.kernels.rows import RowGroups
 
 
 class _Attention(NamedTuple):
@@ -28,7 +29,7 @@ class _Attention(NamedTuple):
     layers: Sequence[LayerTensors]
     cos: Tensor  # [P, D]
     sin: Tensor  # [P, D], the first half negated
-    rows: PagedRows
+    rows: RowGroups
     keys: Tensor  # [L, S, g, D]
     values: Tensor  # [L, S, g, D]
 
@@ -61,7 +62,11 @@ class _Attention(NamedTuple):
     def _read(self, depth: int, q: Tensor) -> Tensor:
         """Queries [N, h, D] -> [N, h * D]."""
         cache, window = (self.keys[depth], self.values[depth]), self.layers[depth].window
-        return paged_attention(q, *cache, self.rows, window).flatten(-2)
+        out = torch.empty_like(q)
+        parts = self.rows.parts(q), self.rows.parts(out), self.rows.groups
+        for own, result, group in zip(*parts, strict=True):
+            paged_attention(own, *cache, group, window, out=result)
+        return out.flatten(-2)
 
 
 def run_layers(
@@ -70,7 +75,7 @@ def run_layers(
     inputs: Tensor | None,  # [N, I]: what the first layer's attention reads; None: normed x
     cos: Tensor,  # [P, D]
     sin: Tensor,  # [P, D], the first half negated
-    rows: PagedRows,
+    rows: RowGroups,
     keys: Tensor,  # [L, S, g, D]
     values: Tensor,  # [L, S, g, D]
 ) -> list[Tensor]:

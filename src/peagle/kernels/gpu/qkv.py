@@ -18,7 +18,7 @@ from peagle.kernels.gpu.linear import Tile, sum_products, tile
 from peagle.kernels.gpu.overlap import fetch_rows, overlapping, wait
 from peagle.kernels.layer import LayerTensors
 from peagle.kernels.plain.linear import Norm
-from peagle.kernels.rows import PagedRows
+from peagle.kernels.rows import PagedRows, RowGroups
 
 # With more rows it is slower than two kernels: each program turns and scatters a whole tile.
 MAX_TURNED_ROWS = 32
@@ -46,7 +46,7 @@ def qkv_to_cache(
     bias: Tensor | None,  # [(h + 2g) * D]
     *,
     norm: Norm | None,  # of x, before the product
-    rows: PagedRows,
+    rows: PagedRows | RowGroups,
     cos: Tensor,  # [P, D] float32, both halves the same
     sin: Tensor,  # [P, D] float32, the first half the negated second
     keys: Tensor,  # [S, g, D]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from peagle.kernels.gpu.overlap import overlapping, wait
 from peagle.kernels.gpu.tiles import power_of_two
-from peagle.kernels.rows import PagedRows
+from peagle.kernels.rows import PagedRows, RowGroups
 
 # Few rows: many small programs, to fill the GPU. Many rows: a program for each, since starting
 # thousands of them takes longer than their work.
@@ -23,7 +23,7 @@ MAX_HEADS_PER_PROGRAM = 16
 
 def rotate_and_write(
     qkv: Tensor,  # [N, (h + 2g) * D]
-    rows: PagedRows,
+    rows: PagedRows | RowGroups,
     cos: Tensor,  # [P, D] float32
     sin: Tensor,  # [P, D] float32, its first half negated
     q_norm: Tensor | None,  # [D]

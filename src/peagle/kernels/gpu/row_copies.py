@@ -1,7 +1,6 @@
-"""Rows brought to where a step reads them, one launch each; twins: kernels/plain/row_copies.py.
+"""Rows brought to where a step reads them, one launch each; reference: kernels/plain/row_copies.py.
 
-A program copies a tile of one row. Shapes: B lanes of the batch, R rows of each, H hidden, C tapped
-width, L lanes of the engine, P rows that each of them keeps.
+A program copies a tile of one row. Shapes: B slots of the step, R rows of each, H hidden.
 """
 
 from __future__ import annotations
@@ -118,69 +117,24 @@ def embed_tokens(table: Tensor, first: Tensor, others: Tensor) -> Tensor:
 
 
 @triton.jit
-def _gather_taps(
-    pending, lanes, out, count, width, size, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    if OVERLAPS:
-        wait()
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.load(lanes + row // count) * width + row % count
-    _copy(pending + place * size, out + row * size, size, TILE)
-
-
-def gather_taps(pending_taps: Tensor, lanes: Tensor, count: int) -> Tensor:
-    width, size = pending_taps.shape[1:]
-    assert count <= width
-    assert pending_taps.is_contiguous()
-    total = lanes.shape[0] * count
-    out = torch.empty(total, size, dtype=pending_taps.dtype, device=lanes.device)
-    _gather_taps[_grid(total, size)](
-        pending_taps, lanes, out, count, width, size,
-        TILE=_tile(size), **overlapping(),
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
 def _pick(
-    hidden, num_pending, out, rows, count, size,
+    hidden, num_real, out, rows, count, size,
     TILE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
         wait()
     place = tl.program_id(0).to(tl.int64)
     b = place // count
-    row = tl.maximum(tl.load(num_pending + b) - 1, 0) + place % count
+    row = tl.maximum(tl.load(num_real + b) - 1, 0) + place % count
     row = b * rows + tl.minimum(row, rows - 1)
     _copy(hidden + row * size, out + place * size, size, TILE)
 
 
-def pick_rows(hidden: Tensor, num_pending: Tensor, rows_per_lane: int, count: int) -> Tensor:
-    size, total = hidden.shape[1], num_pending.shape[0] * count
+def pick_rows(hidden: Tensor, num_real: Tensor, rows_per_slot: int, count: int) -> Tensor:
+    size, total = hidden.shape[1], num_real.shape[0] * count
     out = torch.empty(total, size, dtype=hidden.dtype, device=hidden.device)
     _pick[_grid(total, size)](
-        hidden.contiguous(), num_pending, out, rows_per_lane, count, size,
+        hidden.contiguous(), num_real, out, rows_per_slot, count, size,
         TILE=_tile(size), **overlapping(),
     )  # fmt: skip
     return out
-
-
-@triton.jit
-def _keep_taps(
-    lanes, taps, pending, rows, width, size,
-    TILE: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    if OVERLAPS:
-        wait()
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.load(lanes + row // rows) * width + row % rows
-    _copy(taps + row * size, pending + place * size, size, TILE)
-
-
-def keep_taps(pending_taps: Tensor, lanes: Tensor, taps: Tensor) -> None:
-    """taps  # [B, R, C] -> the first R rows of these lanes' pending_taps  # [L, P, C]"""
-    batch, rows, size = taps.shape
-    _keep_taps[_grid(batch * rows, size)](
-        lanes, taps.contiguous(), pending_taps, rows, pending_taps.shape[1], size,
-        TILE=_tile(size), **overlapping(),
-    )  # fmt: skip

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.kernels.rows import PagedRows
+from peagle.kernels.rows import PagedRows, RowGroups
 
 
 def rotate_and_write(
     qkv: Tensor,  # [N, (h + 2g) * D]
-    rows: PagedRows,
+    rows: PagedRows | RowGroups,
     cos: Tensor,  # [P, D] float32
     sin: Tensor,  # [P, D] float32, its first half negated
     q_norm: Tensor | None,  # [D]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from peagle.kernels.plain.attention import rotate_and_write
 from peagle.kernels.plain.linear import Norm, fused_linear
-from peagle.kernels.rows import PagedRows
+from peagle.kernels.rows import PagedRows, RowGroups
 
 
 def qkv_to_cache(
@@ -18,7 +18,7 @@ def qkv_to_cache(
     bias: Tensor | None,  # [(h + 2g) * D]
     *,
     norm: Norm | None,  # of x, before the product
-    rows: PagedRows,
+    rows: PagedRows | RowGroups,
     cos: Tensor,  # [P, D] float32, both halves the same
     sin: Tensor,  # [P, D] float32, the first half the negated second
     keys: Tensor,  # [S, g, D]

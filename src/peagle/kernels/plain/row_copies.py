@@ -1,7 +1,6 @@
 """Rows brought to where a step reads them, as plain torch operations.
 
-Shapes: B lanes of the batch, R rows of each, H hidden, C tapped width, L lanes of the engine, P
-rows that each of them keeps.
+Shapes: B slots of the step, R rows of each, P of them real at most, H hidden.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ def expand_rows(
     mask: Tensor,  # [H]
     num_rows: int,
 ) -> Tensor:
-    """The first `num_real` rows of each lane, then mask rows up to `num_rows`.  # [B * R, H]"""
+    """The first `num_real` rows of each slot, then mask rows up to `num_rows`.  # [B * R, H]"""
     batch, given, size = real.shape
     rows = mask.expand(batch, num_rows, size).clone()
     width = min(given, num_rows)
@@ -42,28 +41,19 @@ def embed_tokens(
     first: Tensor,  # [B]
     others: Tensor,  # [B, K]
 ) -> Tensor:
-    """The embeddings of each lane's first token and of the others behind it.  # [B * (K+1), H]"""
+    """The embeddings of each slot's first token and of the others behind it.  # [B * (K+1), H]"""
     return F.embedding(torch.cat((first[:, None], others), dim=1).flatten(), table)
-
-
-def gather_taps(
-    pending_taps: Tensor,  # [L, P, C]
-    lanes: Tensor,  # [B]
-    count: int,
-) -> Tensor:
-    """The first `count` rows of these lanes.  # [B * count, C]"""
-    return pending_taps[lanes, :count].flatten(0, 1)
 
 
 def pick_rows(
     hidden: Tensor,  # [B * R, H]
-    num_pending: Tensor,  # [B]
-    rows_per_lane: int,
+    num_real: Tensor,  # [B]
+    rows_per_slot: int,
     count: int,
 ) -> Tensor:
-    """Of each lane's rows the last pending one and those behind it, `count` in all; a lane that
-    has none pending gives its first ones.  # [B * count, H]"""
+    """Of each slot's rows the last real one and those behind it, `count` in all; a slot that
+    has none gives its first ones.  # [B * count, H]"""
     offsets = torch.arange(count, device=hidden.device)
-    rows = ((num_pending - 1).clamp(min=0)[:, None] + offsets).clamp(max=rows_per_lane - 1)
-    firsts = torch.arange(num_pending.shape[0], device=hidden.device) * rows_per_lane
+    rows = ((num_real - 1).clamp(min=0)[:, None] + offsets).clamp(max=rows_per_slot - 1)
+    firsts = torch.arange(num_real.shape[0], device=hidden.device) * rows_per_slot
     return hidden[(firsts[:, None] + rows).flatten()]

@@ -1,0 +1,62 @@
+"""What the host knows of all slots, as columns: a step's arithmetic is a few array operations.
+
+The host may launch steps before it has read the last ones. Then it knows a request's position
+only as a range: at least one token per step in flight, at most K + 1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Column = NDArray[np.int64]
+
+
+class HostBatch:
+    def __init__(self, num_slots: int, max_drafts: int) -> None:
+        def column() -> Column:
+            return np.zeros(num_slots, dtype=np.int64)
+
+        self.serials = column()  # number of the request in it, by order of admission; 0: free
+        self.decodes = column()  # 1: its prompt has been launched
+        self.limits = column()  # tokens at which the request ends, prompt included
+        self.capacity = column()  # tokens that its blocks hold
+        self.per_step = column()  # tokens that a step may give: K + 1
+        self.sampling = column()  # an index of SAMPLINGS
+        self.needs_host = column()  # 1: its logits are changed or read on the host
+        self.ends_early = column()  # 1: it has ends of its own beside the engine's
+        self.num_computed = column()  # what the last report read leaves computed on the device
+        self.in_flight = column()  # steps launched and not read
+        size = max_drafts + 1
+        self.outcomes = np.zeros((num_slots, size, size), dtype=np.int64)  # [slot, drafted, kept]
+
+    def ready(self) -> NDArray[np.bool_]:
+        """Slots whose prompt is done, and which the steps in flight are not sure to end."""
+        continues: NDArray[np.bool_] = self.num_computed + 1 + self.in_flight < self.limits
+        return continues & (self.decodes > 0)
+
+    def start(self, slots: Column | slice = slice(None)) -> Column:
+        """The highest position at which the next step may begin."""
+        highest: Column = self.num_computed[slots] + self.in_flight[slots] * self.per_step[slots]
+        return highest
+
+    def reach(self, slots: Column | slice = slice(None)) -> Column:
+        """Positions that one more step may write: its own rows, and behind them those of the
+        drafts for the step after it, of which the first and the last have none."""
+        ahead = np.maximum(self.per_step[slots] - 2, 0)
+        end: Column = self.start(slots) + self.per_step[slots] + ahead
+        return np.minimum(end, self.limits[slots])
+
+    def clear(self, slot: int) -> None:
+        for column in (self.serials, self.decodes, self.limits, self.capacity):
+            column[slot] = 0
+        for column in (self.num_computed, self.in_flight, self.needs_host):
+            column[slot] = 0
+
+    def take_outcomes(self, slot: int) -> list[tuple[int, int, int]]:
+        """(drafted, kept, times) of the steps since it was last asked."""
+        counts = self.outcomes[slot]
+        drafted, kept = np.nonzero(counts)
+        times = counts[drafted, kept]
+        counts[:] = 0
+        return list(zip(drafted.tolist(), kept.tolist(), times.tolist(), strict=True))

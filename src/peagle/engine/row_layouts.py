@@ -1,0 +1,127 @@
+"""How the rows of a pass are laid out: exactly, or padded to shapes that a CUDA graph can hold.
+
+Where the host knows each request's position (a CPU collects every step at once), rows that are
+not real are left out and attention reads the cache by spans. Under graphs positions are known to
+the device alone: every item has all its rows, and those beyond its count go to the padding slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from peagle.engine.blocks import BlockTable
+from peagle.engine.kv_cache import PagedKVCache
+from peagle.kernels.rows import PagedRows, RowGroups
+from peagle.kernels.step_ops import StepOps
+from peagle.models.drafter import Packing, RowItems, Rows, Span, pack
+from peagle.models.rows_attention import RowsAttention
+
+
+class PagedModel(NamedTuple):
+    """A model's cache and the last position that its rotary table has."""
+
+    cache: PagedKVCache
+    max_position: int
+
+
+class RowLayout(Protocol):
+    def rows(self, model: PagedModel, items: Sequence[RowItems], num_splits: int) -> Rows:
+        """The rows of all items, one group of items behind the other."""
+        ...
+
+    def pack(self, counts: Tensor, rows_per_item: int) -> Packing: ...
+
+    def depth(self, num_drafts: Tensor, most: int) -> int:
+        """Draft tokens per slot that tensors have room for."""
+        ...
+
+
+class ExactLayout:
+    """`tables`: by slot, the block table of the request in it."""
+
+    def __init__(self, tables: Sequence[BlockTable | None]) -> None:
+        self.tables = tables
+
+    def rows(self, model: PagedModel, items: Sequence[RowItems], num_splits: int) -> Rows:
+        tables: list[BlockTable] = []
+        spans: list[Span] = []
+        index: list[int] = []
+        first = 0
+        for group in items:
+            columns = (group.slots.tolist(), group.starts.tolist(), group.counts.tolist())
+            for slot, start, count in zip(*columns, strict=True):
+                if count:
+                    table = self.tables[slot]
+                    assert table is not None
+                    spans.append(Span(len(tables), start, count))
+                    tables.append(table)
+                    index += range(first, first + count)
+                first += group.rows_per_item
+        attention = model.cache.attention(tables, spans)
+        positions = attention.positions
+        if len(index) == first:
+            return Rows(attention, positions, Packing(first))
+        return Rows(attention, positions, Packing(first, torch.tensor(index, dtype=torch.long)))
+
+    def pack(self, counts: Tensor, rows_per_item: int) -> Packing:
+        return pack(counts.tolist(), rows_per_item, counts.device)
+
+    def depth(self, num_drafts: Tensor, most: int) -> int:
+        return min(int(num_drafts.max()), most) if len(num_drafts) else 0
+
+
+class PaddedLayout:
+    def __init__(self, ops: StepOps, block_tables: Tensor, block_size: int) -> None:
+        self.ops, self.block_tables, self.block_size = ops, block_tables, block_size
+
+    def rows(self, model: PagedModel, items: Sequence[RowItems], num_splits: int) -> Rows:
+        counts = [len(group.slots) * group.rows_per_item for group in items]
+        # Both begin at multiples of 16 bytes, even of a single row: Triton compiles another form of
+        # a kernel where a pointer does not, and one row is to have the bits it has among several.
+        total = sum(counts)
+        shape = 2, total + total % 2
+        both = torch.empty(shape, dtype=torch.int64, device=self.block_tables.device)[:, :total]
+        groups: list[PagedRows] = []
+        for group, part in zip(items, torch.split(both, counts, dim=1), strict=True):
+            # Items beyond the first group are prompts: many rows, which keep the device busy.
+            groups.append(self._group(model, group, 1 if groups else num_splits, *part))
+        keys, values = model.cache.keys, model.cache.values
+        attention = RowsAttention(RowGroups(both[0], both[1], groups), keys, values)
+        return Rows(attention, both[0], Packing(total))
+
+    def _group(
+        self, model: PagedModel, group: RowItems, num_splits: int, positions: Tensor, slots: Tensor
+    ) -> PagedRows:
+        plan = self.ops.plan_rows(
+            self.block_tables,
+            group.slots,
+            group.starts,
+            group.counts,
+            group.rows_per_item,
+            self.block_size,
+            model.cache.padding_slot,
+            model.max_position,
+            positions,
+            slots,
+        )
+        return PagedRows(
+            block_tables=self.block_tables,
+            tables=plan.tables,
+            starts=plan.starts,
+            ends=plan.ends,
+            positions=plan.positions,
+            slots=plan.slots,
+            rows_per_item=group.rows_per_item,
+            block_size=self.block_size,
+            num_splits=num_splits,
+        )
+
+    def pack(self, counts: Tensor, rows_per_item: int) -> Packing:
+        return Packing(len(counts) * rows_per_item, None, rows_per_item)
+
+    def depth(self, num_drafts: Tensor, most: int) -> int:
+        return most

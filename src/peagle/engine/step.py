@@ -1,0 +1,201 @@
+"""One step as a function of tensors: verify the drafts, commit, draft for the next step.
+
+Nothing in here asks the device for a value unless the layout is exact, so on a GPU a step is
+captured once as a CUDA graph and replayed. Inputs are copied into the step's own tensors before
+each run. Prompt rows stand in the same passes as decode rows, of the target and of the drafter.
+
+Shapes: B slots, K draft tokens, I items of Q prompt rows, C tapped width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from peagle.engine.host_sampling import HostSampling
+from peagle.engine.row_layouts import PagedModel, RowLayout
+from peagle.engine.sampler import (
+    CoupledSampler,
+    RejectionSampler,
+    SampledSlots,
+    Sampler,
+    Sampling,
+)
+from peagle.kernels.device_batch import Committed, DeviceBatch, StepCounts
+from peagle.kernels.step_ops import StepOps
+from peagle.models.drafter import DraftBatch, NetworkDrafter, PromptRows, RowItems, Rows
+from peagle.models.output import OutputRows
+from peagle.models.target import TargetModel
+
+
+class StepShape(NamedTuple):
+    """What a CUDA graph is captured for."""
+
+    batch: int
+    depth: int  # draft tokens per slot, verified and drafted; 0: no speculation
+    sampling: Sampling
+    by_rejection: bool = False  # how sampled requests verify their drafts
+    num_splits: int = 1  # of the decode rows' attention
+    num_items: int = 0  # of prompt rows
+    rows_per_item: int = 1
+
+
+class StepInputs(NamedTuple):
+    """What the host says; the fields of one int64 tensor, so that one copy brings everything."""
+
+    slots: Tensor  # [B]; padding where there is none
+    caps: Tensor  # [B] drafts that each may verify
+    prompt_ids: Tensor  # [I * Q]
+    next_ids: Tensor  # [I * Q] the token after each: what the drafter reads
+    item_slots: Tensor  # [I]
+    item_starts: Tensor  # [I]
+    item_counts: Tensor  # [I] rows that are real
+    draft_counts: Tensor  # [I] those that the drafter reads, too
+
+
+def empty_inputs(
+    shape: StepShape, padding: int, device: torch.device | None = None
+) -> tuple[Tensor, StepInputs]:
+    """The tensor and its fields: nobody's rows yet."""
+    rows = shape.num_items * shape.rows_per_item
+    sizes = [shape.batch] * 2 + [rows] * 2 + [shape.num_items] * 4
+    packed = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+    fields = StepInputs(*torch.split(packed, sizes))
+    fields.slots.fill_(padding)
+    fields.item_slots.fill_(padding)
+    return packed, fields
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """The drafter's side, where it runs inside the step."""
+
+    drafter: NetworkDrafter
+    model: PagedModel
+
+
+@dataclass(frozen=True)
+class StepModels:
+    """What all steps of an engine share."""
+
+    target: TargetModel
+    model: PagedModel
+    drafting: Drafting | None
+    max_draft_tokens: int  # a request with more is not drafted for
+    state: DeviceBatch
+    ops: StepOps
+    layout: RowLayout
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        return self.drafting.drafter.tap_layers if self.drafting else ()
+
+
+class Verified(NamedTuple):
+    """What the draft reads of the verification before it."""
+
+    counts: StepCounts
+    chosen: Tensor  # [B, K+1]
+    committed: Committed
+    taps: Tensor | None  # [B * (K+1) + I * Q, C]
+
+
+class Step:
+    def __init__(self, models: StepModels, shape: StepShape) -> None:
+        self.models, self.shape = models, shape
+        device = models.state.numbers.device
+        self.inputs, self.fields = empty_inputs(shape, models.state.padding, device)
+
+    def __call__(self) -> Tensor:
+        """-> the report; see kernels/plain/batch.py."""
+        verified = self.verify()
+        self.draft(verified)
+        return verified.committed.report
+
+    def verify(self, host: HostSampling | None = None) -> Verified:
+        """One pass of the target over all rows; drafts that it agrees with are committed."""
+        models, fields = self.models, self.fields
+        counts = models.ops.begin_step(models.state, fields.slots, fields.caps, self.shape.depth)
+        depth = models.layout.depth(counts.num_drafts, self.shape.depth)
+        counts = counts._replace(drafts=counts.drafts[:, :depth])
+        hidden, taps = self._run_target(counts, depth)
+        packing = models.layout.pack(counts.num_rows, depth + 1)
+        output = OutputRows(hidden[: len(packing)], models.target)
+        if host is not None:
+            output = host.adjusted(output, counts, packing)
+        sampler = self._sampler(counts.num_outputs)
+        sampled = sampler.verify(output, counts.drafts, counts.num_drafts, packing)
+        committed = models.ops.commit(
+            models.state, fields.slots, counts, *sampled, models.max_draft_tokens
+        )
+        return Verified(counts, sampled.chosen, committed, taps)
+
+    def draft(self, verified: Verified) -> None:
+        """Drafts for the next step, and the drafter's cache of prompts."""
+        models, fields, drafting = self.models, self.fields, self.models.drafting
+        if drafting is None or self.shape.depth == 0:
+            return
+        num_new, num_drafts = verified.committed.num_new, verified.committed.num_drafts
+        num_drafts = num_drafts.clamp(max=self.shape.depth)
+        depth = models.layout.depth(num_drafts, self.shape.depth)
+        prompt = self._prompt_rows(verified)
+        if not depth and prompt is None:
+            return
+        depth = max(depth, 1)  # rows of a prompt alone: nobody reads the one draft
+        assert verified.taps is not None
+        batch = DraftBatch(
+            slots=fields.slots,
+            tokens=verified.chosen,
+            taps=verified.taps[: verified.chosen.numel()],
+            starts=verified.counts.num_computed,
+            num_real=torch.where(num_drafts > 0, num_new, 0),
+            num_drafts=num_drafts,
+            depth=depth,
+            prompt=prompt,
+            attend=lambda items: self._rows(drafting.model, items),
+            pack=models.layout.pack,
+            choose=self._sampler(verified.counts.num_outputs + num_new).draft,
+            ops=models.ops,
+        )
+        models.state.drafts[fields.slots, :depth] = drafting.drafter.propose(batch)
+
+    def _run_target(self, counts: StepCounts, depth: int) -> tuple[Tensor, Tensor | None]:
+        """Hidden states of the real rows, decode rows first, and the taps of all rows."""
+        models, fields, table = self.models, self.fields, self.models.target.embed_tokens.weight
+        items = [RowItems(fields.slots, counts.num_computed, counts.num_rows, depth + 1)]
+        x = models.ops.embed_tokens(table, counts.last_tokens, counts.drafts)
+        if self.shape.num_items:
+            items.append(self._prompt_items(fields.item_counts))
+            none = fields.prompt_ids.new_empty(len(fields.prompt_ids), 0)
+            x = torch.cat((x, models.ops.embed_tokens(table, fields.prompt_ids, none)))
+        rows = self._rows(models.model, items)
+        tap_layers = models.tap_layers if self.shape.depth else ()
+        hidden, taps = models.target.run(
+            rows.packing.take(x), rows.positions, rows.attention, tap_layers
+        )
+        return hidden, None if taps is None else rows.packing.put(taps)
+
+    def _prompt_items(self, counts: Tensor) -> RowItems:
+        fields = self.fields
+        return RowItems(fields.item_slots, fields.item_starts, counts, self.shape.rows_per_item)
+
+    def _prompt_rows(self, verified: Verified) -> PromptRows | None:
+        if not self.shape.num_items:
+            return None
+        assert verified.taps is not None
+        taps = verified.taps[verified.chosen.numel() :]
+        items = self._prompt_items(self.fields.draft_counts)
+        return PromptRows(self.fields.next_ids, taps, items)
+
+    def _rows(self, model: PagedModel, items: Sequence[RowItems]) -> Rows:
+        return self.models.layout.rows(model, items, self.shape.num_splits)
+
+    def _sampler(self, outputs: Tensor) -> Sampler:
+        """For rows whose first decides output position `outputs` [B]."""
+        slots = SampledSlots(self.models.state, self.fields.slots, outputs, self.shape.sampling)
+        kind = RejectionSampler if self.shape.by_rejection else CoupledSampler
+        return kind(self.models.ops, slots)

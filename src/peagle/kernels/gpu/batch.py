@@ -1,0 +1,177 @@
+"""The bookkeeping of a step on the device, one small kernel each.
+
+The reference is kernels/plain/batch.py. As torch operations this is about sixty launches of a
+microsecond's work each. One program per slot: a slot's numbers fit in registers.
+
+Shapes: B slots of the step, Q rows per slot, K draft tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from peagle.kernels.device_batch import Committed, DeviceBatch, RowPlan, StepCounts
+from peagle.kernels.gpu.overlap import overlapping, wait
+from peagle.kernels.plain.batch import HEADER
+
+
+@triton.jit
+def _begin(
+    slots, caps, last_tokens, computed, limits, prompt, num_drafts, capacity, drafts, out,
+    out_drafts, depth, width, batch, DEPTH: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    if OVERLAPS:
+        wait()
+    b = tl.program_id(0)
+    slot = tl.load(slots + b)
+    num_computed = tl.load(computed + slot)
+    num_tokens = num_computed + 1
+    running = num_tokens < tl.load(limits + slot)
+    drafted = tl.minimum(tl.load(num_drafts + slot), tl.load(caps + b))
+    drafted = tl.minimum(drafted, tl.load(capacity + slot) - num_tokens)
+    drafted = tl.maximum(tl.minimum(drafted, depth), 0)
+    tl.store(out + b, num_computed)
+    tl.store(out + batch + b, drafted)
+    tl.store(out + 2 * batch + b, tl.where(running, drafted + 1, 0))
+    tl.store(out + 3 * batch + b, num_tokens - tl.load(prompt + slot))
+    tl.store(out + 4 * batch + b, tl.load(last_tokens + slot))
+    offset = tl.arange(0, DEPTH)
+    there = offset < depth
+    tokens = tl.load(drafts + slot * width + offset, mask=there, other=0)
+    tl.store(out_drafts + b * depth + offset, tokens, mask=there)
+
+
+def begin_step(state: DeviceBatch, slots: Tensor, caps: Tensor, depth: int) -> StepCounts:
+    batch, width = slots.shape[0], state.drafts.shape[1]
+    assert depth <= width
+    out = torch.empty(5, batch, dtype=torch.int64, device=slots.device)
+    drafts = torch.empty(batch, depth, dtype=torch.int64, device=slots.device)
+    _begin[(batch,)](
+        slots, caps, state.last_tokens, state.num_computed, state.limits, state.num_prompt,
+        state.num_drafts, state.capacity, state.drafts, out, drafts, depth, width, batch,
+        DEPTH=triton.next_power_of_2(max(depth, 1)), num_warps=1,
+        **overlapping(),
+    )  # fmt: skip
+    return StepCounts._make([*out.unbind(0), drafts])
+
+
+@triton.jit
+def _plan(
+    block_tables, tables, starts, counts, out_tables, out_starts, out_ends, positions, slots,
+    num_columns, rows, block_size, padding_slot, max_position, ROWS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    if OVERLAPS:
+        wait()
+    b = tl.program_id(0)
+    table = tl.load(tables + b)
+    start = tl.load(starts + b)
+    count = tl.load(counts + b)
+    offset = tl.arange(0, ROWS).to(tl.int64)
+    inside = offset < rows
+    position = start + offset
+    is_real = offset < count
+    column = tl.minimum(position // block_size, num_columns - 1)
+    block = tl.load(block_tables + table * num_columns + column, mask=inside, other=0).to(tl.int64)
+    slot = tl.where(is_real, block * block_size + position % block_size, padding_slot)
+    place = b.to(tl.int64) * rows + offset
+    tl.store(positions + place, tl.minimum(position, max_position), mask=inside)
+    tl.store(slots + place, slot, mask=inside)
+    tl.store(out_tables + b, table.to(tl.int32))
+    tl.store(out_starts + b, start.to(tl.int32))
+    tl.store(out_ends + b, tl.where(count > 0, start + count, 0).to(tl.int32))
+
+
+def plan_rows(
+    block_tables: Tensor,
+    tables: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    rows_per_item: int,
+    block_size: int,
+    padding_slot: int,
+    max_position: int,
+    positions: Tensor,
+    slots: Tensor,
+) -> RowPlan:
+    batch = tables.shape[0]
+    small = torch.empty(3, batch, dtype=torch.int32, device=tables.device)
+    _plan[(batch,)](
+        block_tables, tables, starts, counts, small[0], small[1], small[2], positions, slots,
+        block_tables.shape[1], rows_per_item, block_size, padding_slot, max_position,
+        ROWS=triton.next_power_of_2(rows_per_item), num_warps=1,
+        **overlapping(),
+    )  # fmt: skip
+    return RowPlan(small[0], small[1], small[2], positions, slots)
+
+
+@triton.jit
+def _commit(
+    slots, num_computed, num_drafts, num_rows, drafts, chosen, usable, last_tokens, computed,
+    limits, max_drafts, next_drafts, capacity, report, out_new, out_drafts, depth, max_draft_tokens,
+    HEADER: tl.constexpr, DEPTH: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    if OVERLAPS:
+        wait()
+    b = tl.program_id(0)
+    slot = tl.load(slots + b)
+    drafted = tl.load(num_drafts + b)
+    running = tl.load(num_rows + b) > 0
+    offset = tl.arange(0, DEPTH)
+    in_row = offset <= depth
+    token = tl.load(chosen + b * (depth + 1) + offset, mask=in_row, other=-1)
+    is_usable = tl.load(usable + b * (depth + 1) + offset, mask=in_row, other=0) != 0
+    draft = tl.load(drafts + b * depth + offset, mask=offset < depth, other=-2)
+    agrees = (draft == token) & is_usable & (offset < drafted) & (offset < depth)
+    # The first place that does not agree; there always is one, since drafts end before DEPTH.
+    num_accepted = tl.min(tl.where(agrees, DEPTH, offset), axis=0)
+    here = offset == num_accepted
+    broken = running & (tl.sum((here & is_usable).to(tl.int32), axis=0) == 0)
+    failed = broken & (drafted == 0)
+    num_new = tl.where(running & (broken == 0), num_accepted + 1, 0).to(tl.int64)
+    last = tl.sum(tl.where(offset == num_new - 1, token, 0), axis=0)
+    now_computed = tl.load(num_computed + b) + num_new
+    limit = tl.where(failed, 0, tl.load(limits + slot))
+    allowed = tl.where(broken, 0, tl.load(max_drafts + slot))
+    # speculation/draft_limit.py
+    num_tokens = now_computed + 1
+    following = tl.minimum(allowed, limit - num_tokens - 1)
+    following = tl.minimum(following, tl.load(capacity + slot) - num_tokens + 2)
+    following = tl.maximum(tl.minimum(following, max_draft_tokens - num_tokens + 1), 0)
+    tl.store(last_tokens + slot, last, mask=num_new > 0)
+    tl.store(computed + slot, now_computed)
+    tl.store(limits + slot, limit)
+    tl.store(max_drafts + slot, allowed)
+    tl.store(next_drafts + slot, following)
+    tl.store(out_new + b, num_new)
+    tl.store(out_drafts + b, following)
+    place = report + b * (HEADER + depth + 1)
+    tl.store(place, num_new)
+    tl.store(place + 1, drafted)
+    tl.store(place + 2, failed.to(tl.int64))
+    tl.store(place + HEADER + offset, token, mask=in_row)
+
+
+def commit(
+    state: DeviceBatch,
+    slots: Tensor,
+    counts: StepCounts,
+    drafts: Tensor,
+    chosen: Tensor,
+    usable: Tensor,
+    max_draft_tokens: int,
+) -> Committed:
+    batch, depth = drafts.shape
+    report = torch.empty(batch, HEADER + depth + 1, dtype=torch.int64, device=slots.device)
+    out = torch.empty(2, batch, dtype=torch.int64, device=slots.device)
+    _commit[(batch,)](
+        slots, counts.num_computed, counts.num_drafts, counts.num_rows,
+        drafts.contiguous(), chosen.contiguous(), usable.contiguous().view(torch.int8),
+        state.last_tokens, state.num_computed, state.limits, state.max_drafts, state.num_drafts,
+        state.capacity, report, out[0], out[1], depth, max_draft_tokens,
+        HEADER=HEADER, DEPTH=triton.next_power_of_2(depth + 2), num_warps=1, **overlapping(),
+    )  # fmt: skip
+    return Committed(report, out[0], out[1])

@@ -1,0 +1,101 @@
+"""The bookkeeping of a step on the device, as torch operations.
+
+Shapes: B slots of the step, Q rows per slot, K draft tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from peagle.kernels.device_batch import Committed, DeviceBatch, RowPlan, StepCounts
+from peagle.speculation.draft_limit import draft_limit
+
+HEADER = 3  # columns of a step's report before the tokens: num_new, num_drafts, failed
+
+
+def begin_step(state: DeviceBatch, slots: Tensor, caps: Tensor, depth: int) -> StepCounts:
+    """Where the slots [B] stand, and how many of their drafts each verifies: at most `caps` [B],
+    which is what the step has rows for, at most K = `depth`, and no more than blocks have room for.
+    """
+    num_computed, limits = state.num_computed[slots], state.limits[slots]
+    num_tokens = num_computed + 1
+    running = num_tokens < limits
+    has_room = state.capacity[slots] - num_tokens
+    num_drafts = torch.minimum(torch.minimum(state.num_drafts[slots], caps), has_room)
+    num_drafts = num_drafts.clamp(0, depth)
+    return StepCounts(
+        num_computed=num_computed,
+        num_drafts=num_drafts,
+        num_rows=torch.where(running, num_drafts + 1, 0),
+        num_outputs=num_tokens - state.num_prompt[slots],
+        last_tokens=state.last_tokens[slots],
+        drafts=state.drafts[slots, :depth],
+    )
+
+
+def plan_rows(
+    block_tables: Tensor,  # [T, M] int32
+    tables: Tensor,  # [B]
+    starts: Tensor,  # [B] position of each first row
+    counts: Tensor,  # [B] how many of the Q rows are real
+    rows_per_item: int,
+    block_size: int,
+    padding_slot: int,
+    max_position: int,
+    positions: Tensor,  # [B * Q] written
+    slots: Tensor,  # [B * Q] written
+) -> RowPlan:
+    """Positions and slots of the rows; those beyond `counts` go to the padding slot."""
+    offsets = torch.arange(rows_per_item, device=starts.device)  # [Q]
+    places = starts[:, None] + offsets  # [B, Q]
+    is_real = offsets < counts[:, None]
+    column = (places // block_size).clamp(max=block_tables.shape[1] - 1)
+    blocks = block_tables[tables[:, None], column].long()
+    slots.copy_(
+        torch.where(is_real, blocks * block_size + places % block_size, padding_slot).flatten()
+    )
+    positions.copy_(places.clamp(max=max_position).flatten())
+    ends = torch.where(counts > 0, starts + counts, 0)
+    return RowPlan(tables.int(), starts.int(), ends.int(), positions, slots)
+
+
+def commit(
+    state: DeviceBatch,
+    slots: Tensor,  # [B]
+    counts: StepCounts,
+    drafts: Tensor,  # [B, K]
+    chosen: Tensor,  # [B, K+1] the target's choice after each prefix of the drafts
+    usable: Tensor,  # [B, K+1] bool: False where nothing could be chosen
+    max_draft_tokens: int,  # a request with more tokens is beyond the drafter's positions
+) -> Committed:
+    """Advances the slots.
+
+    Drafts are kept while they are what the target chose. Where no token could be chosen behind
+    them, a draft may be the cause: the step is done again, from now on without any. A request
+    that fails without drafts is reported as failed and ends.
+    """
+    depth = drafts.shape[1]
+    offsets = torch.arange(depth + 1, device=slots.device)
+    running = counts.num_rows > 0
+    agrees = (
+        (drafts == chosen[:, :-1]) & usable[:, :-1] & (offsets[:-1] < counts.num_drafts[:, None])
+    )
+    num_accepted = agrees.long().cumprod(1).sum(1)  # [B]
+    broken = running & ~usable.gather(1, num_accepted[:, None])[:, 0]
+    failed = broken & (counts.num_drafts == 0)
+    num_new = torch.where(running & ~broken, num_accepted + 1, 0)
+
+    last = chosen.gather(1, (num_new - 1).clamp(min=0)[:, None])[:, 0]
+    num_computed = counts.num_computed + num_new
+    limits = torch.where(failed, 0, state.limits[slots])
+    max_drafts = torch.where(broken, 0, state.max_drafts[slots])
+    capacity = state.capacity[slots]
+    num_drafts = draft_limit(max_drafts, num_computed + 1, limits, capacity, max_draft_tokens)
+    state.last_tokens[slots] = torch.where(num_new > 0, last, counts.last_tokens)
+    state.num_computed[slots] = num_computed
+    state.limits[slots] = limits
+    state.max_drafts[slots] = max_drafts
+    state.num_drafts[slots] = num_drafts
+    header = torch.stack((num_new, counts.num_drafts, failed.long()), dim=1)
+    return Committed(torch.cat((header, chosen), dim=1), num_new, num_drafts)
