@@ -35,6 +35,10 @@ class RowLayout(Protocol):
 
     def pack(self, counts: Tensor, rows_per_item: int) -> Packing: ...
 
+    def pack_depths(self, num_drafts: Tensor, first: int, count: int) -> Packing:
+        """Rows of drafts first .. first + count - 1, of slots with so many drafts."""
+        ...
+
     def depth(self, num_drafts: Tensor, most: int) -> int:
         """Draft tokens per slot that tensors have room for."""
         ...
@@ -69,6 +73,9 @@ class ExactLayout:
 
     def pack(self, counts: Tensor, rows_per_item: int) -> Packing:
         return pack(counts.tolist(), rows_per_item, counts.device)
+
+    def pack_depths(self, num_drafts: Tensor, first: int, count: int) -> Packing:
+        return self.pack((num_drafts - first).clamp(0, count), count)
 
     def depth(self, num_drafts: Tensor, most: int) -> int:
         return min(int(num_drafts.max()), most) if len(num_drafts) else 0
@@ -122,6 +129,9 @@ class PaddedLayout:
 
     def pack(self, counts: Tensor, rows_per_item: int) -> Packing:
         return Packing(len(counts) * rows_per_item, None, rows_per_item)
+
+    def pack_depths(self, num_drafts: Tensor, first: int, count: int) -> Packing:
+        return self.pack(num_drafts, count)
 
     def depth(self, num_drafts: Tensor, most: int) -> int:
         return most

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -139,9 +140,8 @@ class Step:
         models, fields, drafting = self.models, self.fields, self.models.drafting
         if drafting is None or self.shape.depth == 0:
             return
-        num_new, num_drafts = verified.committed.num_new, verified.committed.num_drafts
-        num_drafts = num_drafts.clamp(max=self.shape.depth)
-        depth = models.layout.depth(num_drafts, self.shape.depth)
+        committed = verified.committed
+        depth = models.layout.depth(committed.num_drafts, self.shape.depth)
         prompt = self._prompt_rows(verified)
         if not depth and prompt is None:
             return
@@ -152,16 +152,19 @@ class Step:
             tokens=verified.chosen,
             taps=verified.taps[: verified.chosen.numel()],
             starts=verified.counts.num_computed,
-            num_real=torch.where(num_drafts > 0, num_new, 0),
-            num_drafts=num_drafts,
+            num_real=committed.num_real,
+            num_rows=committed.num_rows,
+            num_drafts=committed.num_drafts,
             depth=depth,
             prompt=prompt,
             attend=lambda items: self._rows(drafting.model, items),
             pack=models.layout.pack,
-            choose=self._sampler(verified.counts.num_outputs + num_new).draft,
+            pack_depths=partial(models.layout.pack_depths, committed.num_drafts),
+            choose=self._sampler(committed.num_outputs).draft,
             ops=models.ops,
         )
-        models.state.drafts[fields.slots, :depth] = drafting.drafter.propose(batch)
+        drafts = drafting.drafter.propose(batch)
+        models.ops.store_drafts(models.state, fields.slots, drafts)
 
     def _run_target(self, counts: StepCounts, depth: int) -> tuple[Tensor, Tensor | None]:
         """Hidden states of the real rows, decode rows first, and the taps of all rows."""

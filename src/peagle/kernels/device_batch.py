@@ -102,8 +102,10 @@ class Committed(NamedTuple):
     """What a step's verification left."""
 
     report: Tensor  # [B, HEADER + K+1] int64: what the host reads
-    num_new: Tensor  # [B] tokens that were added
+    num_outputs: Tensor  # [B] tokens generated so far, the new ones included
     num_drafts: Tensor  # [B] drafts that the request may have in its next step
+    num_real: Tensor  # [B] new tokens, whose rows the drafter reads; 0 where it drafts nothing
+    num_rows: Tensor  # [B] these and a row for each draft but the first
 
 
 class RowPlan(NamedTuple):

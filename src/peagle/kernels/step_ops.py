@@ -22,6 +22,7 @@ class StepOps(NamedTuple):
     begin_step: Callable[..., StepCounts]
     plan_rows: Callable[..., RowPlan]
     commit: Callable[..., Committed]
+    store_drafts: Callable[..., None]
     # row_copies.py
     expand_rows: Callable[..., Tensor]
     embed_rows: Callable[..., Tensor]
@@ -51,6 +52,7 @@ def step_ops(device: torch.device) -> StepOps:
         batch.begin_step,
         batch.plan_rows,
         batch.commit,
+        batch.store_drafts,
         row_copies.expand_rows,
         row_copies.embed_rows,
         row_copies.embed_tokens,

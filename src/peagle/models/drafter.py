@@ -101,11 +101,13 @@ class DraftBatch:
     taps: Tensor  # [B * P, C] the target's hidden states at p
     starts: Tensor  # [B] position of the first new row
     num_real: Tensor  # [B] how many of the P rows there are
+    num_rows: Tensor  # [B] these and a row for each draft but the first
     num_drafts: Tensor  # [B] how many drafts are asked for, K at most
     depth: int  # K
     prompt: PromptRows | None
     attend: Callable[[Sequence[RowItems]], Rows]
-    pack: Callable[[Tensor, int], Packing]  # counts [B], rows per item
+    pack: Callable[[Tensor, int], Packing]  # counts [I], rows per item
+    pack_depths: Callable[[int, int], Packing]  # of drafts first .. first + count - 1
     # Rows of drafts first .. first + n - 1, packed -> tokens [B, n], in the target's ids.
     choose: Callable[[OutputRows, int, Packing], Tensor]
     ops: StepOps

@@ -28,8 +28,7 @@ class PEagleDrafter:
 
     def propose(self, batch: DraftBatch) -> Tensor:
         num_rows = batch.tokens.shape[1] + batch.depth - 1
-        counts = batch.num_real + (batch.num_drafts - 1).clamp(min=0)
-        items = RowItems(batch.slots, batch.starts, counts, num_rows)
+        items = RowItems(batch.slots, batch.starts, batch.num_rows, num_rows)
         hidden = self._pass(batch, items)
         drafting = batch.ops.pick_rows(hidden, batch.num_real, num_rows, batch.depth)
         return choose(self.network, batch, drafting, 0, batch.depth)
@@ -90,7 +89,7 @@ def choose(
     network: EagleNetwork, batch: DraftBatch, hidden: Tensor, first: int, count: int
 ) -> Tensor:
     """Rows [B * n, H] of drafts first .. first + n - 1 -> tokens [B, n]."""
-    packing = batch.pack((batch.num_drafts - first).clamp(0, count), count)
+    packing = batch.pack_depths(first, count)
     if not len(packing):
         return batch.slots.new_zeros(len(batch.slots), count)
     output = OutputRows(packing.take(hidden), network, target_ids(network))

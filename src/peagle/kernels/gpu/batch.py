@@ -110,8 +110,8 @@ def plan_rows(
 
 @triton.jit
 def _commit(
-    slots, num_computed, num_drafts, num_rows, drafts, chosen, usable, last_tokens, computed,
-    limits, max_drafts, next_drafts, capacity, report, out_new, out_drafts, depth, max_draft_tokens,
+    slots, num_computed, num_drafts, num_rows, num_outputs, drafts, chosen, usable, last_tokens,
+    computed, limits, max_drafts, next_drafts, capacity, report, out, depth, max_draft_tokens, batch,
     HEADER: tl.constexpr, DEPTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
@@ -146,8 +146,11 @@ def _commit(
     tl.store(limits + slot, limit)
     tl.store(max_drafts + slot, allowed)
     tl.store(next_drafts + slot, following)
-    tl.store(out_new + b, num_new)
-    tl.store(out_drafts + b, following)
+    num_real = tl.where(following > 0, num_new, 0)
+    tl.store(out + b, tl.load(num_outputs + b) + num_new)
+    tl.store(out + batch + b, following)
+    tl.store(out + 2 * batch + b, num_real)
+    tl.store(out + 3 * batch + b, num_real + tl.maximum(following - 1, 0))
     place = report + b * (HEADER + depth + 1)
     tl.store(place, num_new)
     tl.store(place + 1, drafted)
@@ -166,12 +169,34 @@ def commit(
 ) -> Committed:
     batch, depth = drafts.shape
     report = torch.empty(batch, HEADER + depth + 1, dtype=torch.int64, device=slots.device)
-    out = torch.empty(2, batch, dtype=torch.int64, device=slots.device)
+    out = torch.empty(4, batch, dtype=torch.int64, device=slots.device)
     _commit[(batch,)](
-        slots, counts.num_computed, counts.num_drafts, counts.num_rows,
+        slots, counts.num_computed, counts.num_drafts, counts.num_rows, counts.num_outputs,
         drafts.contiguous(), chosen.contiguous(), usable.contiguous().view(torch.int8),
         state.last_tokens, state.num_computed, state.limits, state.max_drafts, state.num_drafts,
-        state.capacity, report, out[0], out[1], depth, max_draft_tokens,
+        state.capacity, report, out, depth, max_draft_tokens, batch,
         HEADER=HEADER, DEPTH=triton.next_power_of_2(depth + 2), num_warps=1, **overlapping(),
     )  # fmt: skip
-    return Committed(report, out[0], out[1])
+    return Committed(report, *out.unbind(0))
+
+
+@triton.jit
+def _store_drafts(
+    slots, drafts, out, depth, width, DEPTH: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    if OVERLAPS:
+        wait()
+    b = tl.program_id(0)
+    slot = tl.load(slots + b)
+    offset = tl.arange(0, DEPTH)
+    there = offset < depth
+    token = tl.load(drafts + b * depth + offset, mask=there, other=0)
+    tl.store(out + slot * width + offset, token, mask=there)
+
+
+def store_drafts(state: DeviceBatch, slots: Tensor, drafts: Tensor) -> None:
+    (batch, depth), width = drafts.shape, state.drafts.shape[1]
+    _store_drafts[(batch,)](
+        slots, drafts.contiguous(), state.drafts, depth, width,
+        DEPTH=triton.next_power_of_2(depth), num_warps=1, **overlapping(),
+    )  # fmt: skip

@@ -98,4 +98,16 @@ def commit(
     state.max_drafts[slots] = max_drafts
     state.num_drafts[slots] = num_drafts
     header = torch.stack((num_new, counts.num_drafts, failed.long()), dim=1)
-    return Committed(torch.cat((header, chosen), dim=1), num_new, num_drafts)
+    num_real = torch.where(num_drafts > 0, num_new, 0)
+    return Committed(
+        report=torch.cat((header, chosen), dim=1),
+        num_outputs=counts.num_outputs + num_new,
+        num_drafts=num_drafts,
+        num_real=num_real,
+        num_rows=num_real + (num_drafts - 1).clamp(min=0),
+    )
+
+
+def store_drafts(state: DeviceBatch, slots: Tensor, drafts: Tensor) -> None:
+    """Drafts [B, K] for the next step of these slots [B]."""
+    state.drafts[slots, : drafts.shape[1]] = drafts
