@@ -1,17 +1,22 @@
 """The embedded engine: token ids in, token ids out; text only at the edge.
 
-blocks       which cache blocks a sequence holds
-block_pools  where free blocks come from: ranges on a CPU, a stack on a GPU (free_ranges)
-memory       how many blocks there are, counted from bytes
-kv_cache     paged keys and values, and attention over them
-request      one request: its tokens, its state, what the drafter has not seen of it
-scheduler    who computes how many tokens in this step; admission and preemption
-adjust       logit changes that depend on a request's history
-sampler      logits and drafts -> committed tokens; draws drafts with the shared noise
-engine       step(): schedule, propose, verify, commit
-lanes        the form for GPUs: steps as CUDA graphs, the host one step behind
-build        which form serves a target
-detokenizer  tokens -> text, stop strings
-loading      references -> target, drafter, tokenizer
-llm          LLM: generate, chat, stream; open, step, abort
+engine         step(): schedule, launch, collect
+scheduler      which rows a step computes: admission, prompt chunks, drafts, preemption
+host_batch     what the host knows of all slots, as columns
+request        one request: its tokens, what it asks for, how it ended
+runner         runs rows as a step, eagerly or as one of few CUDA graphs (cuda_graphs)
+step           one step as a function of tensors: verify, commit, draft for the next step
+row_layouts    how its rows are laid out: exactly, or padded for graphs
+sampler        how it chooses tokens: coupled or by rejection
+host_sampling  what the host does with its logits: logprobs, and adjust: penalties and the like
+build          the models, caches and state that all steps share
+blocks         which cache blocks a sequence holds
+block_pools    where free blocks come from: ranges on a CPU, a stack on a GPU (free_ranges)
+kv_cache       paged keys and values, and attention over them
+memory         how many blocks there are, counted from bytes
+clock          how long the device worked and waited
+prompts        what a caller gives, checked and as token ids
+answers        one prompt's requests, their text, stop strings; detokenizer: tokens -> text
+loading        references -> target and drafter
+llm            LLM: generate, chat, stream; open, step, abort
 """

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from peagle.config import EngineConfig, Verification
 from peagle.engine.adjust import needs_adjustment
-from peagle.engine.build import host_drafter, make_runner
+from peagle.engine.build import draft_probs_shape, host_drafter, make_runner
 from peagle.engine.clock import Clock
 from peagle.engine.host_batch import Column
 from peagle.engine.host_sampling import HostSampling
@@ -92,7 +92,8 @@ class Engine:
         on_gpu = target.embed_tokens.weight.is_cuda
         drafter = speculation.drafter if speculation else None
         self._host_drafter = host_drafter(drafter)
-        self.allocator = make_allocator(target, drafter, config, self.max_model_len)
+        probs_shape = draft_probs_shape(speculation, target)
+        self.allocator = make_allocator(target, drafter, config, self.max_model_len, probs_shape)
         self.runner = make_runner(
             target,
             speculation,

@@ -6,6 +6,7 @@ On a GPU: what `gpu_memory_utilization` allows, less what is in use once the wei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -21,12 +22,11 @@ from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 
 CPU_CACHE_BYTES = 2 << 30  # an upper bound: the system hands out pages as they are written first
-# Estimates. Graphs keep their passes' memory, decode and prefill apart, beside that of passes
-# outside of graphs. Their warm-ups keep theirs too: LOGIT_BYTES is generous enough for both.
+# Estimates. Graphs keep their passes' memory, beside that of eager steps. Their warm-ups keep
+# theirs too: LOGIT_BYTES is generous enough for both.
 POOLS = 2
 WORKSPACE_BYTES = 512 << 20  # the libraries' workspaces, loaded kernels, the graphs themselves
-# float32 logits, filtered, sorted with their places, probabilities, noise; or in lanes, by
-# rejection, 12: logits, the target's laws and the drafts'.
+# float32 logits, filtered, sorted with their places, probabilities, noise.
 LOGIT_BYTES = 32
 
 MAX_RESERVED_DRAFTS = 8  # per request; who drafts further leaves more room by the utilization
@@ -54,13 +54,18 @@ class CacheNeed(NamedTuple):
 
 
 def make_allocator(
-    target: TargetModel, drafter: Drafter | None, config: EngineConfig, max_model_len: int
+    target: TargetModel,
+    drafter: Drafter | None,
+    config: EngineConfig,
+    max_model_len: int,
+    probs_shape: tuple[int, int] | None = None,  # kept of each request's drafts
 ) -> BlockAllocator:
     """As many blocks as the memory holds, and no more than could ever be used at once."""
     need = cache_need(target, drafter, config, max_model_len)
     device = target.embed_tokens.weight.device
     memory = device_memory(device)
     reserve = 0 if memory is None else step_reserve(target, drafter, config)
+    reserve += 4 * (config.max_num_seqs + 1) * math.prod(probs_shape) if probs_shape else 0
     num_blocks = count_blocks(need, config, memory, reserve)
     return BlockAllocator(num_blocks, config.block_size, contiguous=device.type != "cuda")
 
@@ -109,7 +114,7 @@ def step_reserve(target: TargetModel, drafter: Drafter | None, config: EngineCon
     """Bytes that steps need beside weights and caches."""
     drafts = drafter.max_speculative_tokens if drafter else 0
     verified = config.max_num_seqs * (1 + min(drafts, MAX_RESERVED_DRAFTS))
-    rows = max(config.max_num_batched_tokens, verified)  # lanes verify all at once
+    rows = config.max_num_batched_tokens + verified  # a step's rows are padded to a graph's shape
     # The drafter's pass has fewer layers and comes when the target's is over: it finds room.
     passes = activation_bytes(
         target.config,

@@ -2,7 +2,7 @@
 
 cpu, linear, layer   C kernels for CPUs; library, compiling: how they are made and found
 device               where Triton kernels may stand in for torch's operations
-rows, lane_state     what a step on a GPU reads and writes, as tensors
+rows, device_batch   what a step reads and writes, as tensors
 step_ops             a step's operations that exist twice, chosen once per engine
 plain                the GPU kernels' twins in plain torch: their definition
 gpu                  Triton; imported only where tensors are on a GPU

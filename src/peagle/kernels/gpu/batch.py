@@ -111,8 +111,8 @@ def plan_rows(
 @triton.jit
 def _commit(
     slots, num_computed, num_drafts, num_rows, num_outputs, drafts, chosen, usable, last_tokens,
-    computed, limits, max_drafts, next_drafts, capacity, report, out, depth, max_draft_tokens, batch,
-    HEADER: tl.constexpr, DEPTH: tl.constexpr, OVERLAPS: tl.constexpr,
+    computed, limits, max_drafts, next_drafts, capacity, report, out, depth, max_draft_tokens,
+    batch, HEADER: tl.constexpr, DEPTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
         wait()
