@@ -11,7 +11,7 @@ output      the last rows of either, before anybody needs their logits
 eagle       the network that P-EAGLE and EAGLE-3 share
 masks       who may attend to whom in training, as named predicates
 rollouts    (anchor, depth) elements of parallel prediction, as flat rows
-drafter     the Drafter seam: DraftBatch in, Draft out
+drafter     the drafter seam: what is new goes in, draft tokens come out
 p_eagle, eagle3, ngram   the three drafters
-lane_drafters, rows_attention   drafters and attention with fixed shapes, for CUDA graphs
+rows_attention           attention for rows of fixed shapes, as under CUDA graphs
 """
