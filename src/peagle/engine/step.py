@@ -170,12 +170,14 @@ class Step:
         """Hidden states of the real rows, decode rows first, and the taps of all rows."""
         models, fields, table = self.models, self.fields, self.models.target.embed_tokens.weight
         items = [RowItems(fields.slots, counts.num_computed, counts.num_rows, depth + 1)]
-        x = models.ops.embed_tokens(table, counts.last_tokens, counts.drafts)
         if self.shape.num_items:
             items.append(self._prompt_items(fields.item_counts))
+        # Before the embeddings: the layers' first kernel may start while the last one still runs.
+        rows = self._rows(models.model, items)
+        x = models.ops.embed_tokens(table, counts.last_tokens, counts.drafts)
+        if self.shape.num_items:
             none = fields.prompt_ids.new_empty(len(fields.prompt_ids), 0)
             x = torch.cat((x, models.ops.embed_tokens(table, fields.prompt_ids, none)))
-        rows = self._rows(models.model, items)
         tap_layers = models.tap_layers if self.shape.depth else ()
         hidden, taps = models.target.run(
             rows.packing.take(x), rows.positions, rows.attention, tap_layers

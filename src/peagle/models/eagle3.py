@@ -8,7 +8,7 @@ from torch import Tensor
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.models.drafter import CacheLayout, DraftBatch, RowItems
 from peagle.models.eagle import EagleNetwork
-from peagle.models.p_eagle import cache_layout, choose, embed, features_of, run_rows
+from peagle.models.p_eagle import attend, cache_layout, choose, embed, features_of, run_rows
 
 
 class Eagle3Drafter:
@@ -38,18 +38,20 @@ class Eagle3Drafter:
         """Runs the new real rows and the prompts'; -> each slot's last state [B, H]."""
         width = batch.tokens.shape[1]
         items = RowItems(batch.slots, batch.starts, batch.num_real, width)
+        rows = attend(batch, items, batch.prompt)
         embeddings = embed(self.network, batch, batch.tokens.flatten())
         features = features_of(self.network, batch, batch.taps, batch.num_real, width)
-        hidden = run_rows(self.network, batch, items, batch.prompt, embeddings, features)
+        hidden = run_rows(self.network, batch, rows, batch.prompt, embeddings, features)
         return batch.ops.pick_rows(hidden, batch.num_real, width, 1)
 
     def _draft_pass(
         self, batch: DraftBatch, items: RowItems, tokens: Tensor, states: Tensor
     ) -> Tensor:
         """One row per slot: a draft's embedding with the state that produced it."""
+        rows = attend(batch, items, None)
         features = self.network.norm(states) if self.network.config.norm_output else states
         embeddings = embed(self.network, batch, tokens)
-        return run_rows(self.network, batch, items, None, embeddings, features)
+        return run_rows(self.network, batch, rows, None, embeddings, features)
 
 
 def _places(batch: DraftBatch) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from peagle.models.drafter import CacheLayout, DraftBatch, PromptRows, RowItems
+from peagle.models.drafter import CacheLayout, DraftBatch, PromptRows, RowItems, Rows
 from peagle.models.eagle import EagleNetwork
 from peagle.models.output import OutputRows
 
@@ -36,6 +36,7 @@ class PEagleDrafter:
     def _pass(self, batch: DraftBatch, items: RowItems) -> Tensor:
         """-> hidden states [B * rows_per_item, H]."""
         network, ops = self.network, batch.ops
+        rows = attend(batch, items, batch.prompt)
         places = batch.num_real, items.rows_per_item
         embeddings = ops.embed_rows(
             network.embedding.weight, batch.tokens, places[0], network.mask_embedding, places[1]
@@ -43,7 +44,7 @@ class PEagleDrafter:
         real = features_of(network, batch, batch.taps, batch.num_real, batch.tokens.shape[1])
         real = real.view(*batch.tokens.shape, real.shape[1])
         features = ops.expand_rows(real, places[0], self.mask_feature, places[1])
-        return run_rows(network, batch, items, batch.prompt, embeddings, features)
+        return run_rows(network, batch, rows, batch.prompt, embeddings, features)
 
 
 def features_of(
@@ -54,20 +55,23 @@ def features_of(
     return packing.put(network.features(packing.take(taps)))
 
 
+def attend(batch: DraftBatch, items: RowItems, prompt: PromptRows | None) -> Rows:
+    """The rows of a pass. Asked for before their embeddings: on a GPU the layers' first kernel
+    reads where its rows go while the kernel before it still runs."""
+    return batch.attend([items] if prompt is None else [items, prompt.items])
+
+
 def run_rows(
     network: EagleNetwork,
     batch: DraftBatch,
-    items: RowItems,
+    rows: Rows,
     prompt: PromptRows | None,
     embeddings: Tensor,  # [B * Q, H]
     features: Tensor,  # [B * Q, H]
 ) -> Tensor:
     """One pass over these rows and the prompt's; -> the hidden states [B * Q, H] of these."""
     total = len(embeddings)
-    if prompt is None:
-        rows = batch.attend([items])
-    else:
-        rows = batch.attend([items, prompt.items])
+    if prompt is not None:
         embeddings = torch.cat((embeddings, embed(network, batch, prompt.tokens)))
         places = prompt.items.counts, prompt.items.rows_per_item
         own = features_of(network, batch, prompt.taps, *places)
