@@ -1,6 +1,7 @@
 """nn.Modules used unchanged by training and by the engine.
 
 config      sizes of a decoder, read from a transformers config
+rope        inverse frequencies of rotary embeddings
 attention   the attention seam: modules project, an Attention object attends
 layers      RMSNorm, rotary embedding, attention block, MLP, decoder layer
 fused       a stack of layers as one call of kernels, where those may stand in
