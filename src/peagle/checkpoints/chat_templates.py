@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class GenerationBlock(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks what a model says; it renders as its body."""
+    """`{% generation %} ... {% endgeneration %}` marks an answer; it renders as its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 

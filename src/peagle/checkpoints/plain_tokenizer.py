@@ -175,11 +175,11 @@ def read_plain_tokenizer(folder: Path) -> PlainTokenizer | None:
         or not _same_added_tokens(config, added, folder)
         or any(config.get(option) for option in OTHER_OPTIONS)
         or any((folder / name).exists() for name in OTHER_FILES)
+        or backend.padding is not None  # names a token, which transformers adds
         or (config.get("clean_up_tokenization_spaces") and not _is_bpe(backend.model))
     ):
         return None
     backend.no_truncation()  # as transformers does for every call that does not ask for it
-    backend.no_padding()
     return PlainTokenizer(folder, backend, template, special)
 
 
@@ -230,11 +230,12 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> Any:
 
 
 def _special_tokens(config: dict[str, Any]) -> SpecialTokens | None:
-    """None for roles that only some classes know."""
-    roles = [name for name, value in config.items() if name.endswith("_token") and _text(value)]
+    """None for roles that only some classes know, and for tokens in other words than text."""
+    roles = {name for name, value in config.items() if name.endswith("_token") and _text(value)}
+    unread = [name for name in NAMED if name not in roles and config.get(name) is not None]
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     texts = [_text(token) for token in extra] if isinstance(extra, list) else [None]
-    if not set(roles) <= set(NAMED) or None in texts:
+    if unread or not roles <= set(NAMED) or None in texts:
         return None
     named = {name: _text(config[name]) for name in NAMED if name in roles}
     return SpecialTokens(named, texts)  # type: ignore[arg-type]
@@ -242,7 +243,8 @@ def _special_tokens(config: dict[str, Any]) -> SpecialTokens | None:
 
 def _text(token: Any) -> str | None:
     """A special token stands as its text or as an object with it."""
-    content = token.get("content") if isinstance(token, dict) else token
+    is_object = isinstance(token, dict) and token.get("__type") == "AddedToken"
+    content = token.get("content") if is_object else token
     return content if isinstance(content, str) else None
 
 
