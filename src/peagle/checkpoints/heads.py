@@ -86,6 +86,7 @@ def load_head(
     from peagle.checkpoints.target_tables import tables_of
     from peagle.checkpoints.weights import load_weights
     from peagle.models.eagle import EagleNetwork, shared_tables
+    from peagle.models.layers import lay_out_for_cpu
     from peagle.models.meta import on_meta
 
     folder = resolve_head(reference)
@@ -93,18 +94,14 @@ def load_head(
     config.check_fits(target.config)
     with on_meta():
         network = EagleNetwork(config, shared_tables(target))
+    if device.type == "cpu":
+        lay_out_for_cpu(network)
     network.rotary.to(device)
     with as_head_errors():
         tensors = read_head_tensors(folder, config, tables_of(target))
     network.target_ids = target_ids(config, tensors.pop("d2t", None), folder).to(device)
     load_weights(
-        network,
-        tensors.items(),
-        error=HeadError,
-        source=str(folder),
-        dtype=dtype,
-        device=device,
-        column_major=device.type == "cpu",
+        network, tensors.items(), error=HeadError, source=str(folder), dtype=dtype, device=device
     )
     return network.eval()
 

@@ -12,6 +12,7 @@ from peagle.checkpoints.decoder_configs import read_decoder_config
 from peagle.checkpoints.files import iter_tensors, read_json
 from peagle.checkpoints.weights import load_weights
 from peagle.errors import ModelError
+from peagle.models.layers import lay_out_for_cpu
 from peagle.models.meta import on_meta
 from peagle.models.target import TargetModel
 
@@ -20,6 +21,8 @@ def load_target(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Ta
     config = read_decoder_config(folder)
     with on_meta():
         target = TargetModel(config)
+    if device.type == "cpu":
+        lay_out_for_cpu(target)
     target.rotary.to(device)
     load_weights(
         target,
@@ -28,7 +31,6 @@ def load_target(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Ta
         source=str(folder),
         dtype=dtype,
         device=device,
-        column_major=device.type == "cpu",
     )
     return target.eval()
 

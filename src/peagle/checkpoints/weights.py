@@ -59,18 +59,12 @@ def load_weights(
     source: str,
     dtype: torch.dtype,
     device: torch.device,
-    column_major: bool = False,
 ) -> None:
-    """Fills a module made on the meta device. `source` names the folder in errors.
-
-    `column_major` stores the weights of linear layers as models.layers.lay_out_for_cpu does.
-    """
+    """Fills a module made on the meta device, in the layout that its parameters have there.
+    `source` names the folder in errors."""
     parts = parts_of(module)
-    linear = {id(m.weight) for m in module.modules() if column_major and isinstance(m, nn.Linear)}
     parameters = {
-        name: torch.empty(p.shape[::-1], dtype=dtype, device=device).t()
-        if id(p) in linear
-        else torch.empty(p.shape, dtype=dtype, device=device)
+        name: torch.empty_strided(p.shape, p.stride(), dtype=dtype, device=device)
         for name, p in module.named_parameters()
     }
     missing, copies = set(parts), []
