@@ -14,9 +14,12 @@ from transformers import LlamaConfig, Qwen3Config
 from peagle.checkpoints.weights import load_weights, parts_of, split_weights
 from peagle.errors import HeadError, ModelError
 from peagle.models.config import DecoderConfig
+from peagle.models.layers import lay_out_for_cpu
+from peagle.models.meta import on_meta
 from peagle.models.target import TargetModel
 
 CPU = torch.device("cpu")
+TIED = LlamaConfig(**tiny.SIZES | {"tie_word_embeddings": True})
 BIASED = Qwen3Config(**tiny.SIZES | {"head_dim": 12, "attention_bias": True})
 
 
@@ -53,6 +56,37 @@ def test_splitting_gives_back_what_was_loaded(config: Any) -> None:
         assert tensor.is_contiguous()
         assert not tensor.requires_grad
     assert not any(p.is_meta for p in module.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("config", [LlamaConfig(**tiny.SIZES), TIED, BIASED])
+def test_weights_are_loaded_in_the_layout_of_the_meta_module(
+    config: Any, dtype: torch.dtype
+) -> None:
+    tensors, column_major, row_major = stored(config), empty(config), empty(config)
+    tensors = {n: t for n, t in tensors.items() if n in parts_of(row_major)}
+    lay_out_for_cpu(column_major)
+    load(column_major, tensors.items(), dtype=dtype)
+    load(row_major, tensors.items(), dtype=dtype)
+    lay_out_for_cpu(row_major)
+    for (name, ours), wanted in zip(
+        column_major.named_parameters(), row_major.parameters(), strict=True
+    ):
+        assert torch.equal(ours, wanted), name
+        assert ours.stride() == wanted.stride(), name
+    assert column_major.layers[0].mlp.gate_up_proj.weight.stride() == (1, 80)  # type: ignore[union-attr]
+
+
+def test_a_module_made_on_meta_draws_no_numbers() -> None:
+    state = torch.get_rng_state()
+    with on_meta():
+        module = torch.nn.Linear(3, 4)
+        table = torch.nn.Embedding(5, 6)
+    assert module.weight.is_meta
+    assert module.bias.is_meta
+    assert table.weight.is_meta
+    assert torch.equal(state, torch.get_rng_state())
+    assert not torch.nn.Linear(3, 4).weight.is_meta
 
 
 def test_every_row_of_a_fused_parameter_is_filled_by_exactly_one_part() -> None:

@@ -82,19 +82,20 @@ def load_head(
     reference: str, target: TargetModel, *, dtype: torch.dtype, device: torch.device
 ) -> EagleNetwork:
     """A head bound to its target, after checking that they fit."""
-    import torch
-
     from peagle.checkpoints.importing import read_head_tensors, target_ids
     from peagle.checkpoints.target_tables import tables_of
     from peagle.checkpoints.weights import load_weights
     from peagle.models.eagle import EagleNetwork, shared_tables
     from peagle.models.layers import lay_out_for_cpu
+    from peagle.models.meta import on_meta
 
     folder = resolve_head(reference)
     config = read_head_config(folder)
     config.check_fits(target.config)
-    with torch.device("meta"):
+    with on_meta():
         network = EagleNetwork(config, shared_tables(target))
+    if device.type == "cpu":
+        lay_out_for_cpu(network)
     network.rotary.to(device)
     with as_head_errors():
         tensors = read_head_tensors(folder, config, tables_of(target))
@@ -102,8 +103,6 @@ def load_head(
     load_weights(
         network, tensors.items(), error=HeadError, source=str(folder), dtype=dtype, device=device
     )
-    if device.type == "cpu":
-        lay_out_for_cpu(network)
     return network.eval()
 
 

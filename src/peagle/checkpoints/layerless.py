@@ -18,6 +18,7 @@ from peagle.checkpoints.references import load_config
 from peagle.checkpoints.weights import load_weights
 from peagle.errors import ModelError
 from peagle.models.config import SUPPORTED_MODEL_TYPES, DecoderConfig
+from peagle.models.meta import on_meta
 from peagle.models.target import TargetModel
 
 # Their embedding is not scaled and their final norm is plain RMSNorm.
@@ -28,7 +29,7 @@ STORED = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
 def load_layerless(folder: Path, *, dtype: torch.dtype, device: torch.device) -> TargetModel:
     """A TargetModel with an empty `layers`: asking it for taps is an error."""
     config = decoder_sizes(load_config(folder))
-    with torch.device("meta"):
+    with on_meta():
         target = TargetModel(config)
         target.layers = nn.ModuleList()
     target.rotary.to(device)

@@ -9,7 +9,7 @@ import difflib
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from peagle.cache import cache_folder
 from peagle.checkpoints.builtin import BUILTIN_MODELS, Progress, ensure_builtin
@@ -17,7 +17,7 @@ from peagle.checkpoints.files import weight_files
 from peagle.errors import ModelError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig
 
 __all__ = ["cache_folder", "is_hub_id", "load_config", "load_tokenizer", "resolve_model"]
 
@@ -67,8 +67,16 @@ def load_config(folder: Path) -> PretrainedConfig:
         raise ModelError(f"cannot use {folder / 'config.json'}: {_first_line(error)}") from error
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder, with its chat template; never runs code from it."""
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model folder, with its chat template; never runs code from it.
+
+    A PlainTokenizer or transformers' own: both give the same ids and texts.
+    """
+    from peagle.checkpoints.plain_tokenizer import read_plain_tokenizer
+
+    plain = read_plain_tokenizer(folder)
+    if plain is not None:
+        return plain
     from transformers import AutoTokenizer
 
     try:

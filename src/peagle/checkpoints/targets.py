@@ -8,19 +8,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from peagle.checkpoints.decoder_configs import read_decoder_config
 from peagle.checkpoints.files import iter_tensors, read_json
-from peagle.checkpoints.references import load_config
 from peagle.checkpoints.weights import load_weights
 from peagle.errors import ModelError
-from peagle.models.config import DecoderConfig
 from peagle.models.layers import lay_out_for_cpu
+from peagle.models.meta import on_meta
 from peagle.models.target import TargetModel
 
 
 def load_target(folder: Path, *, dtype: torch.dtype, device: torch.device) -> TargetModel:
-    config = DecoderConfig.from_transformers(load_config(folder))
-    with torch.device("meta"):
+    config = read_decoder_config(folder)
+    with on_meta():
         target = TargetModel(config)
+    if device.type == "cpu":
+        lay_out_for_cpu(target)
     target.rotary.to(device)
     load_weights(
         target,
@@ -30,8 +32,6 @@ def load_target(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Ta
         dtype=dtype,
         device=device,
     )
-    if device.type == "cpu":
-        lay_out_for_cpu(target)
     return target.eval()
 
 

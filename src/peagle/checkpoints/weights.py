@@ -7,6 +7,7 @@ and their sizes stand here alone, for loading and for saving.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from peagle.errors import PeagleError
 from peagle.models.layers import GatedMLP, SelfAttention
 
+MAX_THREADS = 8  # that read: more do not help a disk
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -58,32 +60,48 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Fills a module made on the meta device. `source` names the folder in errors."""
+    """Fills a module made on the meta device, in the layout that its parameters have there.
+    `source` names the folder in errors."""
     parts = parts_of(module)
     parameters = {
-        name: torch.empty(p.shape, dtype=dtype, device=device)
+        name: torch.empty_strided(p.shape, p.stride(), dtype=dtype, device=device)
         for name, p in module.named_parameters()
     }
-    missing = set(parts)
-    for name, tensor in tensors:
-        part = parts.get(name)
-        if part is None:
-            raise error(f"{source} has an unknown tensor {name}", hint="is it for another model?")
-        if name not in missing:
-            raise error(f"{source} has {name} twice")
-        place = parameters[part.parameter].narrow(0, part.start, part.length)
-        if place.shape != tensor.shape:
-            raise error(
-                f"{source}: {name} has shape {list(tensor.shape)}, expected {list(place.shape)}"
-            )
-        if not tensor.is_floating_point():
-            raise error(f"{source}: {name} is {tensor.dtype}", hint="quantised weights do not load")
-        place.copy_(tensor)
-        missing.remove(name)
+    missing, copies = set(parts), []
+    with ThreadPoolExecutor(min(torch.get_num_threads(), MAX_THREADS)) as pool:
+        for name, tensor in tensors:
+            part = parts.get(name)
+            if part is None:
+                hint = "is it for another model?"
+                raise error(f"{source} has an unknown tensor {name}", hint=hint)
+            if name not in missing:
+                raise error(f"{source} has {name} twice")
+            place = parameters[part.parameter].narrow(0, part.start, part.length)
+            _check(tensor, place.shape, f"{source}: {name}", error)
+            copies.append(pool.submit(_fill, place, tensor))
+            missing.remove(name)
+    for copy in copies:
+        copy.result()  # raises what went wrong
     if missing:
         some = ", ".join(sorted(missing)[:3]) + (", ..." if len(missing) > 3 else "")
         raise error(f"{source} lacks {len(missing)} of its tensors: {some}", hint="copy it again")
     _assign(module, parameters)
+
+
+def _check(tensor: Tensor, shape: torch.Size, what: str, error: type[PeagleError]) -> None:
+    if tensor.shape != shape:
+        raise error(f"{what} has shape {list(tensor.shape)}, expected {list(shape)}")
+    if not tensor.is_floating_point():
+        raise error(f"{what} is {tensor.dtype}", hint="quantised weights do not load")
+
+
+def _fill(place: Tensor, tensor: Tensor) -> None:
+    """Copies; torch is quick to transpose from one whole matrix to another of its type alone."""
+    if tensor.dim() != 2 or place.stride(-1) == 1:
+        place.copy_(tensor)
+        return
+    columns, place = tensor.to(place.dtype).t(), place.t()
+    place.copy_(columns if place.is_contiguous() else columns.contiguous())
 
 
 def split_weights(module: nn.Module) -> dict[str, Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from peagle.checkpoints.plain_tokenizer import PlainTokenizer
+
 REPLACEMENT = "\ufffd"  # what a decoder shows for an unfinished UTF-8 character
 
 
@@ -15,6 +17,8 @@ class Tokenizer(Protocol):
 def decoder_of(tokenizer: Any) -> Tokenizer:
     """The Rust tokenizer that transformers decodes with, where it leaves the text as it is.
     transformers checks every token's type first, which takes nearly as long as decoding."""
+    if isinstance(tokenizer, PlainTokenizer):
+        return tokenizer.backend_tokenizer
     from transformers import PreTrainedTokenizerFast as Fast
 
     own = type(tokenizer)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from peagle.errors import ModelError
+from peagle.models.rope import rope_parameters
 
 # Families whose forward pass is the same decoder with different switches.
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-# Their inverse frequencies do not depend on the sequence length, so one table serves all steps.
-STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,8 +40,13 @@ class DecoderConfig:
     @classmethod
     def sizes_of(cls, config: Any) -> DecoderConfig:
         """What every family says in the same words; its own habits are left at their defaults."""
-        inverse_frequencies, rope_scale = rope_parameters(config)
         head_dim = getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        inverse_frequencies, rope_scale = rope_parameters(
+            config.rope_parameters or {},
+            head_dim=head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+        )
         return cls(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
@@ -51,7 +54,7 @@ class DecoderConfig:
             num_hidden_layers=config.num_hidden_layers,
             num_attention_heads=config.num_attention_heads,
             num_key_value_heads=config.num_key_value_heads,
-            head_dim=head_dim or config.hidden_size // config.num_attention_heads,
+            head_dim=head_dim,
             max_position_embeddings=config.max_position_embeddings,
             rms_norm_eps=config.rms_norm_eps,
             inverse_frequencies=inverse_frequencies,
@@ -79,24 +82,6 @@ class DecoderConfig:
             qk_norm=family == "qwen3",
             sliding_windows=_sliding_windows(config),
         )
-
-
-def rope_parameters(config: Any) -> tuple[Tensor, float]:
-    """Inverse frequencies and the cos/sin scale, as transformers itself derives them."""
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
-    if rope_type not in STATIC_ROPE_TYPES:
-        raise ModelError(
-            f"rope type {rope_type!r} is not supported",
-            hint=f"supported: {', '.join(STATIC_ROPE_TYPES)}",
-        )
-    try:
-        with torch.device("cpu"):
-            rotary = LlamaRotaryEmbedding(config)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"cannot use rope_parameters {config.rope_parameters}: {error}") from error
-    return rotary.inv_freq.float(), float(rotary.attention_scaling)
 
 
 def _sliding_windows(config: Any) -> tuple[int | None, ...]:

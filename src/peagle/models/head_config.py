@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
-from peagle.errors import HeadError
-from peagle.models.config import DecoderConfig, rope_parameters
+from peagle.errors import HeadError, ModelError
+from peagle.models.config import DecoderConfig
+from peagle.models.rope import rope_parameters
 
 HeadMethod = Literal["p-eagle", "eagle3"]
 
@@ -95,20 +96,15 @@ class HeadConfig:
         return self.draft_vocab_size < self.vocab_size
 
     def decoder(self) -> DecoderConfig:
-        from transformers import LlamaConfig
-
         try:
-            llama = LlamaConfig(
-                hidden_size=self.hidden_size,
-                num_attention_heads=self.num_attention_heads,
+            inverse_frequencies, rope_scale = rope_parameters(
+                self.rope_parameters,
                 head_dim=self.head_dim,
                 max_position_embeddings=self.max_position_embeddings,
-                rope_parameters=dict(self.rope_parameters),  # transformers writes into it
             )
-            inverse_frequencies, rope_scale = rope_parameters(llama)
-        except Exception as error:  # transformers raises whatever the values lead to
-            reason = str(error).strip().splitlines()[0]
-            raise HeadError(f"cannot use rope_parameters: {reason}") from error
+        except ModelError as error:
+            reason = error.message.removeprefix("cannot use rope_parameters ")
+            raise HeadError(f"cannot use rope_parameters: {reason}", hint=error.hint) from error
         return DecoderConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
