@@ -15,7 +15,6 @@ from torch import Tensor
 
 from peagle.engine.lanes.caches import LaneModels
 from peagle.kernels.lane_state import LaneState
-from peagle.kernels.plain.best_token import fits_best_tokens
 from peagle.kernels.plain.choose import Chosen, RowRules
 from peagle.kernels.step_ops import StepOps
 from peagle.models.output import OutputRows
@@ -86,7 +85,7 @@ class Coupled:
         return chosen.token_ids.view(-1, per_lane), chosen.usable.view(-1, per_lane)
 
     def _best(self, output: OutputRows) -> Chosen:
-        if fits_best_tokens(output.hidden):
+        if output.chosen_without_logits:
             return self.ops.best_tokens(*output.product(), output.ids)
         return self.ops.choose_tokens(output.logits(), None, output.ids)
 
