@@ -16,12 +16,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import tiny
 from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from triton.runtime import interpreter
 
 from kernels.gpu.paged_cases import DEVICE, TOLERANCE, Case, Item, Shape, make_case
-from models import tiny
 from peagle.config import EngineConfig
 from peagle.errors import ConfigError
 from peagle.kernels.gpu import linear
