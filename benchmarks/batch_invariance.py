@@ -238,7 +238,7 @@ def microseconds(step: Callable[[], Any], device: torch.device) -> float:
     with torch.cuda.graph(graph):
         step()
     graph.replay()
-    times = []
+    times: list[float] = []
     for _ in range(REPLAYS):
         begun: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         ended: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
