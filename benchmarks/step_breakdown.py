@@ -33,7 +33,7 @@ KINDS = {  # how a kernel's name tells what it is for; the first that fits
     "rotary embedding, cache write": ("_rotate",),
     "products with norm, gate, residual": ("_fused_linear", "_qkv_to_cache"),
     "products (cuBLAS)": ("gemm", "cutlass", "nvjet", "cublas", "splitK", "gemv"),
-    "norms and gates": ("_rms_norm", "_norm_pair", "_silu", "_quantize_row"),
+    "norms and gates": ("_rms_norm", "_norm_pair", "_weigh_rows", "_silu", "_quantize_row"),
     "output product with choosing": ("product_peaks_kernel",),
     "choosing tokens": ("peaks_kernel", "merge_kernel", "scores_kernel", "borders_kernel"),
     "laws": ("masses_kernel", "laws_kernel"),

@@ -83,11 +83,17 @@ class EngineConfig:
     max_num_batched_tokens: int = 1024
     block_size: int = 16
     quantization: Quantization | None = None  # of the target's linear layers
+    # On a GPU: the target's rows have the same bits alone and beside any others; kernels/policy.py.
+    batch_invariant: bool = False
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory that all of it may take
     kv_cache_memory_bytes: int | None = None  # None: on a GPU what is free, see engine/memory.py
 
     def __post_init__(self) -> None:
         _check_choice("quantization", self.quantization, (*get_args(Quantization), None))
+        if self.batch_invariant and self.quantization is not None:
+            raise ConfigError(
+                f"batch_invariant has no {self.quantization} products", hint="drop one of the two"
+            )
         _check_memory(self.gpu_memory_utilization, self.kv_cache_memory_bytes)
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             if getattr(self, name) < 1:

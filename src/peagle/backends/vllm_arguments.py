@@ -73,6 +73,11 @@ def refuse_what_one_process_cannot(engine: EngineConfig, options: VllmOptions) -
             f"device={engine.device!r}: vLLM takes the device that it was built for",
             hint="drop it; CUDA_VISIBLE_DEVICES chooses among GPUs",
         )
+    if engine.batch_invariant:
+        raise ConfigError(
+            "batch_invariant is an option of the embedded engine's",
+            hint="drop it; vLLM reads VLLM_BATCH_INVARIANT=1",
+        )
     if (options.data_parallel_size or 1) > 1:
         raise ConfigError(
             f"data_parallel_size={options.data_parallel_size} needs vLLM's server: "

@@ -11,7 +11,7 @@ from dataclasses import replace
 from peagle.backends.contract import Backend
 from peagle.backends.vllm_options import VllmOptions
 from peagle.bench.grid import Drafting, HeadLimits
-from peagle.bench.plan import ENGINE_KEYS, VLLM, VLLM_KEYS, BenchPlan
+from peagle.bench.plan import ENGINE_KEYS, OUR_KEYS, VLLM, VLLM_KEYS, BenchPlan
 from peagle.bench.results import HeadInfo
 from peagle.checkpoints.heads import CONFIG, read_head_config, resolve_head
 from peagle.checkpoints.references import load_config, resolve_model
@@ -96,7 +96,7 @@ def vllm_options(plan: BenchPlan) -> VllmOptions | None:
     """None for the embedded engine."""
     if plan.backend != VLLM:
         return None
-    names = [name for name in (*ENGINE_KEYS, *VLLM_KEYS) if name not in ("device", "dtype")]
+    names = [name for name in (*ENGINE_KEYS, *VLLM_KEYS) if name not in OUR_KEYS]
     return VllmOptions(**{name: getattr(plan, name) for name in names})
 
 

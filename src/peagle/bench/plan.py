@@ -19,7 +19,9 @@ NONE, NGRAM = "none", "ngram"
 ENGINE_KEYS = (
     *("dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
     *("block_size", "kv_cache_memory_bytes", "quantization", "gpu_memory_utilization"),
+    "batch_invariant",
 )
+OUR_KEYS = ("device", "dtype", "batch_invariant")  # of these, what no option of vLLM's carries
 VLLM_KEYS = ("tensor_parallel_size", "kv_cache_dtype", "enable_prefix_caching", "enforce_eager")
 
 
@@ -60,6 +62,7 @@ class BenchPlan:
     kv_cache_memory_bytes: int | None = None
     tensor_parallel_size: int | None = None
     quantization: str | None = None
+    batch_invariant: bool | None = None
     gpu_memory_utilization: float | None = None
     kv_cache_dtype: str | None = None
     enable_prefix_caching: bool | None = None

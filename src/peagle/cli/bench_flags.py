@@ -21,8 +21,9 @@ def _work(help_text: str, metavar: str | None = None, flag: str | None = None) -
     return typer.Option(*names, help=help_text, metavar=metavar, rich_help_panel="Workload")
 
 
-def _engine(help_text: str, metavar: str | None = None) -> Any:
-    return typer.Option(help=help_text, metavar=metavar, rich_help_panel="Engine")
+def _engine(help_text: str, metavar: str | None = None, *, flag: str | None = None) -> Any:
+    names = (flag,) if flag else ()
+    return typer.Option(*names, help=help_text, metavar=metavar, rich_help_panel="Engine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,9 @@ class BenchFlags:
     kv_cache_memory_bytes: Annotated[int | None, _engine("KV cache.")] = None
     tensor_parallel_size: Annotated[int | None, _engine("vLLM: GPUs that share a layer.")] = None
     quantization: Annotated[str | None, _engine("fp8; vLLM: awq, gptq ... too")] = None
+    batch_invariant: Annotated[
+        bool | None, _engine("The same bits at any concurrency.", flag="--batch-invariant")
+    ] = None
     gpu_memory_utilization: Annotated[float | None, _engine("Share of the GPU's memory.")] = None
     kv_cache_dtype: Annotated[str | None, _engine("vLLM: auto, fp8 ...")] = None
     enable_prefix_caching: Annotated[bool | None, _engine("vLLM: keep shared prompts.")] = None

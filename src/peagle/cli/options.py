@@ -42,8 +42,9 @@ def _sampling(help_text: str, *, flag: str | None = None, metavar: str | None = 
     return typer.Option(*names, help=help_text, metavar=metavar, rich_help_panel="Sampling")
 
 
-def _engine(help_text: str) -> Any:
-    return typer.Option(help=help_text, rich_help_panel="Engine")
+def _engine(help_text: str, *, flag: str | None = None) -> Any:
+    names = (flag,) if flag else ()
+    return typer.Option(*names, help=help_text, rich_help_panel="Engine")
 
 
 def _drafter(help_text: str, *, metavar: str | None = None) -> Any:
@@ -128,6 +129,10 @@ class EngineFlags:
     quantization: Annotated[
         str | None, _engine("Of the target's weights: fp8; vLLM knows more.")
     ] = None
+    batch_invariant: Annotated[
+        bool,
+        _engine("GPU: the same bits alone and beside other requests.", flag="--batch-invariant"),
+    ] = EngineConfig.batch_invariant
     gpu_memory_utilization: Annotated[
         float | None,
         _engine(f"Share of the GPU's memory; embedded: {EngineConfig.gpu_memory_utilization}."),

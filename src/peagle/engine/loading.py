@@ -12,6 +12,7 @@ from peagle.config import DEFAULT_SPECULATIVE_TOKENS, EngineConfig, SpeculativeC
 from peagle.engine.engine import Speculation
 from peagle.engine.memory import reported_shortage
 from peagle.errors import ConfigError, HeadError
+from peagle.models.binding import bind_kernels
 from peagle.models.drafter import Drafter
 from peagle.models.eagle import EagleNetwork
 from peagle.models.eagle3 import Eagle3Drafter
@@ -58,6 +59,7 @@ def load_engine_target(folder: Path, config: EngineConfig) -> TargetModel:
         target = load_target(folder, dtype=dtype, device=device)
         if config.quantization is not None:
             quantize_linears(target)
+    bind_kernels(target, batch_invariant=config.batch_invariant)
     return target
 
 
@@ -72,6 +74,7 @@ def load_speculation(config: SpeculativeConfig, target: TargetModel) -> Speculat
         weight = target.embed_tokens.weight
         with reported_shortage(f"the head {config.model}", weight.device):
             network = load_head(config.model, target, dtype=weight.dtype, device=weight.device)
+        bind_kernels(network)
         drafter = head_drafter(network, config)
         advice = network.config.num_speculative_tokens
     return Speculation(drafter, config.num_speculative_tokens or advice, config.verification)

@@ -71,11 +71,14 @@ class Runner:
         """Parts into which attention divides the keys of a batch; a few sizes, for few graphs."""
         if self._memory is None:
             return 1
-        from peagle.kernels.gpu.tiles import choose_splits
+        from peagle.kernels.gpu.tiles import batch_invariant_splits, choose_splits
 
-        longest = 1 << (context - 1).bit_length()
-        kv_heads = self.models.target.config.num_key_value_heads
-        return choose_splits(padded(max(batch, 1), BATCH_SIZES), kv_heads, longest, self._num_sms)
+        target, longest = self.models.target, 1 << (context - 1).bit_length()
+        num_items, kv_heads = padded(max(batch, 1), BATCH_SIZES), target.config.num_key_value_heads
+        if target.policy.batch_invariant:
+            dim = target.config.head_dim
+            return batch_invariant_splits(num_items, kv_heads, dim, longest, self._num_sms)
+        return choose_splits(num_items, kv_heads, longest, self._num_sms)
 
     @cached_property
     def _num_sms(self) -> int:

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.kernels.device_batch import DeviceBatch
-from peagle.kernels.plain.best_token import fits_best_tokens
 from peagle.kernels.plain.choose import Chosen, RowRules
 from peagle.kernels.step_ops import StepOps
 from peagle.models.drafter import Packing
@@ -121,7 +120,7 @@ class CoupledSampler:
         return slots.by_slot(chosen.token_ids, packing), slots.by_slot(chosen.usable, packing)
 
     def _best(self, output: OutputRows) -> Chosen:
-        if output.values is None and fits_best_tokens(output.hidden):
+        if output.chosen_without_logits:
             return self.ops.best_tokens(*output.product(), output.ids)
         return self.ops.choose_tokens(output.logits(), None, output.ids)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from peagle.errors import HeadError
 from peagle.kernels.device import gpu_takes
+from peagle.kernels.policy import FAST, Policy
 from peagle.models.attention import Attention
 from peagle.models.config import DecoderConfig
 from peagle.models.fused import FusedLayers
@@ -83,6 +84,7 @@ class EagleNetwork(nn.Module):
     def __init__(self, config: HeadConfig, shared: SharedTables) -> None:
         super().__init__()
         self.config = config
+        self.policy = FAST
         self.shared = shared
         decoder = config.decoder()
         size = config.hidden_size
@@ -113,6 +115,11 @@ class EagleNetwork(nn.Module):
         self._fused = FusedLayers(list(self.layers), self.rotary)  # type: ignore[arg-type]
         self._output_rows: Tensor | None = None
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size), persistent=False)
+
+    def bind(self, policy: Policy) -> None:
+        """See models.binding."""
+        self.policy = policy
+        self._fused.bind(policy)
 
     def features(self, taps: Tensor) -> Tensor:
         """The target's tapped hidden states [N, 3H] -> features [N, H]."""
@@ -157,7 +164,7 @@ class EagleNetwork(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states before the final norm [N, H] -> draft logits [N, Vd]."""
-        return output_logits(*self.output_product(hidden))
+        return output_logits(*self.output_product(hidden), self.policy)
 
     def output_product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """models.output.OutputLayer."""

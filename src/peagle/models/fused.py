@@ -17,6 +17,7 @@ from peagle.kernels.layer import (
     kernel_takes,
     layers_function,
 )
+from peagle.kernels.policy import FAST, Policy
 from peagle.models.attention import Attention, CachedAttention
 from peagle.models.fp8 import Fp8Linear
 from peagle.models.layers import DecoderLayer, GatedMLP, RMSNorm, RotaryEmbedding, SelfAttention
@@ -45,13 +46,26 @@ class FusedLayers:
 
     Modules are looked up once, because the lookups cost as much as the layer. Before each call
     the parameters' addresses are compared, so weights that were replaced or moved are found
-    again; a submodule that was replaced is not, and hooks of submodules do not run.
+    again; a submodule that was replaced is not, and hooks of submodules do not run. After `bind`
+    nothing is compared any more.
     """
 
-    def __init__(self, layers: Sequence[Layer], rotary: RotaryEmbedding) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], rotary: RotaryEmbedding, policy: Policy = FAST
+    ) -> None:
         self._layers = layers
         self._rotary = rotary
+        self._policy = policy
         self._bound = _Bound([], [], None, row_major=False)
+        self._is_final = False
+
+    def bind(self, policy: Policy) -> None:
+        """To the weights where they lie now, for good, and to the kernels that the policy names.
+        A batch-invariant policy has no other form to fall back to."""
+        self._policy, self._is_final = policy, False
+        bound = self._current()
+        assert bound.row_major or not policy.batch_invariant
+        self._is_final = True
 
     def __call__(
         self,
@@ -78,8 +92,11 @@ class FusedLayers:
             return gpu_takes(x)
         return isinstance(attention, CachedAttention) and kernel_takes(x)
 
-    def __reduce__(self) -> tuple[type[FusedLayers], tuple[Sequence[Layer], RotaryEmbedding]]:
-        return FusedLayers, (self._layers, self._rotary)  # a copy is bound to its own weights later
+    def __reduce__(
+        self,
+    ) -> tuple[type[FusedLayers], tuple[Sequence[Layer], RotaryEmbedding, Policy]]:
+        # A copy is bound to its own weights later.
+        return FusedLayers, (self._layers, self._rotary, self._policy)
 
     def _on_gpu(
         self, x: Tensor, inputs: Tensor | None, attention: RowsAttention
@@ -92,7 +109,7 @@ class FusedLayers:
         # The kernels look the angles up themselves, unrounded: no gather before the layers.
         assert all(table.dtype is torch.float32 for table in tables)
         cache = attention.keys, attention.values
-        return run_layers(bound.layers, x, inputs, *tables, attention.rows, *cache)
+        return run_layers(bound.layers, x, inputs, *tables, attention.rows, *cache, self._policy)
 
     @cached_property
     def _owners(self) -> list[tuple[dict[str, Any], str]]:
@@ -101,6 +118,8 @@ class FusedLayers:
         return [(module._parameters, name) for module in modules for name in module._parameters]
 
     def _current(self) -> _Bound:
+        if self._is_final:
+            return self._bound
         found = [parameters[name] for parameters, name in self._owners]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in found]
         bound = self._bound

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from peagle.kernels.cpu import kernels_for
 from peagle.kernels.device import gpu_takes
 from peagle.kernels.linear import linear_kernel_for
-from peagle.kernels.plain.linear import fits_fused
+from peagle.kernels.policy import FAST, Policy
 from peagle.models.attention import Attention
 from peagle.models.config import DecoderConfig
 
@@ -24,23 +24,23 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype.itemsize >= 4 else x.float()
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, policy: Policy = FAST) -> Tensor:
     """x [N, I] times weight [O, I], plus bias [O]."""
     if kernel := linear_kernel_for(x, weight):
         out = kernel(x, weight)
         return out if bias is None else out.add_(bias)
-    if _fused_takes(x, weight):
+    if _fused_takes(x, weight, policy):
         from peagle.kernels.gpu.linear import fused_linear
 
-        return fused_linear(x, weight, bias, norm=None, residual=None)
+        return fused_linear(x, weight, bias, norm=None, residual=None, policy=policy)
     return F.linear(x, weight, bias)
 
 
-def _fused_takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether x [N, I] times weight [O, I] is a small product of few rows on a GPU."""
+def _fused_takes(x: Tensor, weight: Tensor, policy: Policy) -> bool:
+    """Whether x [N, I] times weight [O, I] is one of the policy's fused products on a GPU."""
     row_major = x.stride(-1) == weight.stride(-1) == 1
     same_kind = x.dim() == 2 and x.dtype == weight.dtype
-    return gpu_takes(x) and same_kind and row_major and fits_fused(x, [weight])
+    return gpu_takes(x) and same_kind and row_major and policy.fits_fused(x, [weight])
 
 
 class Linear(nn.Linear):
@@ -69,14 +69,18 @@ class RMSNorm(nn.Module):
         return normed.to(x.dtype) * weight
 
 
-def output_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+def output_logits(hidden: Tensor, weight: Tensor, policy: Policy = FAST) -> Tensor:
     """hidden [N, H], normed, times weight [V, H] -> [N, V].
 
     In float32 or better, the precision that sampling is defined in.
     """
     if gpu_takes(hidden) and hidden.dtype.itemsize < 4:
+        if policy.batch_invariant:
+            from peagle.kernels.gpu.linear import invariant_logits
+
+            return invariant_logits(hidden, weight)
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return at_least_float32(linear(hidden, weight))
+    return at_least_float32(linear(hidden, weight, policy=policy))
 
 
 class RotaryEmbedding(nn.Module):

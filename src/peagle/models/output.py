@@ -6,9 +6,13 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from peagle.kernels.policy import Policy
+
 
 class OutputLayer(Protocol):
     """The end of a target or of a drafter's network."""
+
+    policy: Policy
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> [R, V]"""
@@ -27,6 +31,11 @@ class OutputRows(NamedTuple):
 
     def logits(self) -> Tensor:
         return self.layer.logits(self.hidden) if self.values is None else self.values
+
+    @property
+    def chosen_without_logits(self) -> bool:
+        """Where they are greedy."""
+        return self.values is None and self.layer.policy.chooses_without_logits(self.hidden)
 
     def product(self) -> tuple[Tensor, Tensor]:
         return self.layer.output_product(self.hidden)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from peagle.kernels.policy import FAST, Policy
 from peagle.models.attention import Attention
 from peagle.models.config import DecoderConfig
 from peagle.models.fused import FusedLayers
@@ -23,6 +24,7 @@ class TargetModel(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
+        self.policy = FAST
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer) for layer in range(config.num_hidden_layers)
@@ -33,6 +35,11 @@ class TargetModel(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = RotaryEmbedding(config)
         self._fused = FusedLayers(list(self.layers), self.rotary)  # type: ignore[arg-type]
+
+    def bind(self, policy: Policy) -> None:
+        """See models.binding."""
+        self.policy = policy
+        self._fused.bind(policy)
 
     def forward(
         self,
@@ -68,7 +75,7 @@ class TargetModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] -> [N, V] in float32 or better, the precision that sampling is defined in."""
-        return output_logits(*self.output_product(hidden))
+        return output_logits(*self.output_product(hidden), self.policy)
 
     def output_product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """models.output.OutputLayer; `forward` has normed the rows."""

@@ -18,8 +18,7 @@ from peagle.config import EngineConfig
 from peagle.engine.engine import Speculation
 from peagle.engine.lanes.engine import LaneEngine
 from peagle.engine.lanes.steps import PREFILL_ITEM
-from peagle.kernels.plain.best_token import MAX_LOGIT_ROWS
-from peagle.kernels.plain.linear import MAX_FUSED_ROWS
+from peagle.kernels.policy import FAST
 from peagle.models.drafter import Drafter
 from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel
@@ -96,9 +95,10 @@ def outcomes(engine: LaneEngine) -> list[tuple[list[list[int]], list[dict[str, A
 
 def check_reach(engine: LaneEngine) -> None:
     """That the run had the rows which this file is for."""
-    assert max(shape.batch * shape.depth for shape in decode_shapes(engine)) > MAX_LOGIT_ROWS
+    assert max(shape.batch * shape.depth for shape in decode_shapes(engine)) > FAST.max_logit_rows
     prefilled = [shape.num_items * PREFILL_ITEM for shape in engine.steps._prefill]
-    assert max(prefilled) > MAX_FUSED_ROWS > min(prefilled)
+    assert FAST.max_fused_rows is not None
+    assert max(prefilled) > FAST.max_fused_rows > min(prefilled)
     assert engine.stats.num_accepted_tokens > 50
 
 

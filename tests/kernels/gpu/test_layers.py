@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from peagle.kernels.gpu import layers as gpu_layers
-from peagle.kernels.plain import linear as plain_linear
+from peagle.kernels.policy import BATCH_INVARIANT, FAST
 from peagle.kernels.rows import PagedRows
 from peagle.models import fused
 from peagle.models.config import DecoderConfig
@@ -61,15 +62,12 @@ STEPS = (
 )
 
 
-FORMS = ["few rows", "norms apart", "many rows"]
-
-
-def use_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the number of rows is."""
-    if form == "norms apart":
-        monkeypatch.setattr("peagle.kernels.gpu.layers.MAX_NORMED_ROWS", 0)
-    elif form == "many rows":
-        monkeypatch.setattr(plain_linear, "MAX_FUSED_ROWS", 0)
+FORMS = {  # whatever the number of rows is
+    "few rows": FAST,
+    "norms apart": dataclasses.replace(FAST, max_normed_rows=0),
+    "many rows": dataclasses.replace(FAST, max_fused_rows=0),
+    "batch-invariant": BATCH_INVARIANT,
+}
 
 
 def paged_rows(parts: Sequence[Part], num_splits: int, device: torch.device) -> PagedRows:
@@ -175,14 +173,13 @@ def test_a_targets_layers_agree_with_their_modules(
     device: torch.device,
     calls: list[int],
     with_kernels: Callable[[], None],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = small(name)
     expected = target_taps(model)
     assert not calls
     with_kernels()
-    use_form(form, monkeypatch)
-    ours = target_taps(model.to(device))
+    model.to(device).bind(FORMS[form])
+    ours = target_taps(model)
     assert calls == [6, 4]
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
@@ -205,14 +202,13 @@ def test_a_drafters_layers_agree_with_their_modules(
     device: torch.device,
     calls: list[int],
     with_kernels: Callable[[], None],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     network = tiny.head(tiny.target(torch.float32), head_dim=8, **changes)
     expected = drafter_states(network)
     assert not calls
     with_kernels()
-    use_form(form, monkeypatch)
-    ours = drafter_states(network.to(device))
+    network.to(device).bind(FORMS[form])
+    ours = drafter_states(network)
     assert calls == [6, 4]
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
@@ -238,6 +234,20 @@ def test_weights_that_are_replaced_are_seen(
     o_proj.weight = nn.Parameter(o_proj.weight * 2, requires_grad=False)
     assert not torch.equal(before, target_taps(model, steps=STEPS[:1]))
     assert len(calls) == 2
+
+
+def test_weights_that_are_replaced_after_binding_are_not_looked_for(
+    device: torch.device, with_kernels: Callable[[], None]
+) -> None:
+    model = small("llama").to(device)
+    with_kernels()
+    model.bind(FAST)
+    before = target_taps(model, steps=STEPS[:1])
+    o_proj = model.layers[1].self_attn.o_proj
+    o_proj.weight = nn.Parameter(o_proj.weight * 2, requires_grad=False)
+    assert torch.equal(before, target_taps(model, steps=STEPS[:1]))
+    model.bind(FAST)
+    assert not torch.equal(before, target_taps(model, steps=STEPS[:1]))
 
 
 def test_column_major_weights_are_left_to_the_modules(
@@ -268,12 +278,12 @@ def test_bfloat16_layers_agree_with_float32_modules(
     form: str,
     device: torch.device,
     calls: list[int],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = small(name).bfloat16().float()  # weights that bfloat16 holds
     expected = target_taps(model)
-    use_form(form, monkeypatch)
-    ours = target_taps(in_bfloat16(model, device))
+    half = in_bfloat16(model, device)
+    half.bind(FORMS[form])
+    ours = target_taps(half)
     torch.testing.assert_close(ours, expected, rtol=0.05, atol=0.08)
     assert calls == [6, 4]
 

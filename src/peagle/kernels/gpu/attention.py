@@ -4,6 +4,14 @@ Shapes: I items, Q rows each, N = I * Q rows, S slots, h heads, g key-value head
 The h / g heads that share a key-value head are further rows of one tile: each key is read once.
 
 A row's bits depend on its own item, on `num_splits` and on the tile alone (tiles.py).
+
+Each tile of keys has a softmax of its own, relative to a power of two: 2 to its highest score,
+which is rounded up. So bringing two tiles to one scale is exact, and only the order of their sums
+counts: that of their positions.
+
+Batch-invariant, a row's bits depend on its own item alone: the tile is the same for any number of
+rows, one tile of keys is one part of the splits, at multiples of its size, and parts are added in
+order whether one program has met them all or the merge has. Parts without keys add nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +25,21 @@ from torch import Tensor
 
 from peagle.kernels.gpu.overlap import fetch_rows, overlapping, wait
 from peagle.kernels.gpu.rotary import rotate_and_write
-from peagle.kernels.gpu.tiles import Tile, choose_splits, tile
+from peagle.kernels.gpu.tiles import (
+    Tile,
+    batch_invariant_tile,
+    choose_splits,
+    power_of_two,
+    tile,
+)
+from peagle.kernels.policy import FAST, Policy
 from peagle.kernels.rows import PagedRows
 
 __all__ = ["Tile", "choose_splits", "paged_attention", "rotate_and_write", "tile"]
 
 # The highest score of a row that has seen no key. Finite: the difference of two is not NaN.
 LOWEST = tl.constexpr(-1.0e30)
-SPLITS_AT_ONCE = 16
+SPLITS_AT_ONCE = 8
 # An H200's multiprocessors: more programs wait for a place, not for the kernel ahead, and have no
 # time to fetch anything.
 MAX_FETCHING_PROGRAMS = 132
@@ -36,9 +51,14 @@ def paged_attention(
     values: Tensor,  # [S, g, D]
     rows: PagedRows,
     window: int | None,
+    policy: Policy = FAST,
     out: Tensor | None = None,  # [N, h, D]
 ) -> Tensor:
-    """-> [N, h, D], in `out` where it is given; zeros for a row that sees no key."""
+    """-> [N, h, D], in `out` where it is given; zeros for a row that sees no key.
+
+    Batch-invariant: `num_splits` is 1, or so many tiles of keys that they hold the longest context.
+    With fewer the result is right, but the last part's sums have another order.
+    """
     num_rows, heads, dim = q.shape
     assert num_rows == len(rows.starts) * rows.rows_per_item
     assert heads % keys.shape[1] == 0
@@ -48,18 +68,19 @@ def paged_attention(
     if num_rows == 0:
         return out
     if rows.num_splits == 1:
-        _run(q, keys, values, rows, window, out, out)
+        _run(q, keys, values, rows, window, policy, out, out)
         return out
     parts = (num_rows, heads, rows.num_splits)
     results = torch.empty(*parts, dim, dtype=torch.float32, device=q.device)
     statistics = torch.empty(*parts, 2, dtype=torch.float32, device=q.device)
-    _run(q, keys, values, rows, window, results, statistics)
+    _run(q, keys, values, rows, window, policy, results, statistics)
     _merge[(num_rows * heads,)](
         results,
         statistics,
         out,
         D=dim,
         SPLITS=rows.num_splits,
+        PADDED_SPLITS=power_of_two(rows.num_splits),
         CHUNK=SPLITS_AT_ONCE,
         BLOCK_D=triton.next_power_of_2(dim),
         num_warps=2,
@@ -74,12 +95,16 @@ def _run(
     values: Tensor,
     rows: PagedRows,
     window: int | None,
+    policy: Policy,
     results: Tensor,
     statistics: Tensor,
 ) -> None:
     (_, heads, dim), kv_heads = q.shape, keys.shape[1]
     group = heads // kv_heads
-    sizes = tile(rows.rows_per_item, group, dim, len(rows.starts) * kv_heads)
+    if policy.batch_invariant:
+        sizes = batch_invariant_tile(dim)
+    else:
+        sizes = tile(rows.rows_per_item, group, dim, len(rows.starts) * kv_heads)
     row_tiles = triton.cdiv(rows.rows_per_item * group, sizes.block_m)
     grid = (len(rows.starts) * row_tiles, kv_heads, rows.num_splits)
     fetches = math.prod(grid) <= MAX_FETCHING_PROGRAMS
@@ -103,6 +128,7 @@ def _run(
         WINDOW=window or 0,
         BLOCK_SIZE=rows.block_size,
         SPLITS=rows.num_splits,
+        FIXED_SPLITS=policy.batch_invariant,
         ROW_TILES=row_tiles,
         BLOCK_M=sizes.block_m,
         BLOCK_N=sizes.block_n,
@@ -128,6 +154,17 @@ def _fetch_old(
 
 
 @triton.jit
+def _power_of_two(exponent):
+    """2 to whole numbers that are not above 0, exactly; 0 from -127 on. `tl.exp2` approximates."""
+    bits = (tl.maximum(exponent, -127.0).to(tl.int32) + 127) << 23
+    return bits.to(tl.float32, bitcast=True)
+
+
+# The integers have nothing to do with the sums; so that no other form is compiled for theirs.
+@triton.jit(
+    do_not_specialize=["table_stride", "capacity"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "tables_ptr", "starts_ptr", "ends_ptr"],
+)
 def _attend(
     q_ptr,
     keys_ptr,
@@ -148,6 +185,7 @@ def _attend(
     WINDOW: tl.constexpr,  # 0: none
     BLOCK_SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
+    FIXED_SPLITS: tl.constexpr,  # each is one tile of keys, but the last, which has the rest
     ROW_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -175,11 +213,17 @@ def _attend(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(start + first_folded // GROUP - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    num_tiles = (tl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
     if SPLITS > 1:
-        split_length = (num_tiles + SPLITS - 1) // SPLITS * BLOCK_N
-        begin += tl.program_id(2) * split_length
-        end = tl.minimum(end, begin + split_length)
+        split = tl.program_id(2)
+        if FIXED_SPLITS:
+            if split < SPLITS - 1:
+                end = tl.minimum(end, (split + 1) * BLOCK_N)
+            begin = tl.maximum(begin, split * BLOCK_N)
+        else:
+            num_tiles = (tl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
+            split_length = (num_tiles + SPLITS - 1) // SPLITS * BLOCK_N
+            begin += split * split_length
+            end = tl.minimum(end, begin + split_length)
 
     table_ptr = block_tables_ptr + tl.load(tables_ptr + item).to(tl.int64) * table_stride
     if OVERLAPS:
@@ -190,7 +234,7 @@ def _attend(
         wait()
     q = tl.load(q_ptr + place[:, None] * D + column[None, :], mask=is_real, other=0.0)
 
-    # 3. Softmax over the tiles, rescaled whenever a row's highest score rises.
+    # 3. A softmax of each tile, and their sum so far, relative to the highest of their scores.
     highest = tl.full((BLOCK_M,), LOWEST, dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     result = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
@@ -208,13 +252,14 @@ def _attend(
         if WINDOW > 0:
             sees = sees & (key[None, :] > position[:, None] - WINDOW)
         scores = tl.where(sees, scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        rescale = tl.exp2(highest - new_highest)
-        weights = tl.exp2(scores - new_highest[:, None])
+        peak = tl.maximum(tl.ceil(tl.max(scores, axis=1)), LOWEST)
+        weights = tl.exp2(scores - peak[:, None])
         v = tl.load(values_ptr + offset, mask=is_there, other=0.0)
         product = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        result = result * rescale[:, None] + product
-        total = total * rescale + tl.sum(weights, axis=1)
+        new_highest = tl.maximum(highest, peak)
+        rescale, share = _power_of_two(highest - new_highest), _power_of_two(peak - new_highest)
+        result = result * rescale[:, None] + product * share[:, None]
+        total = total * rescale + tl.sum(weights, axis=1) * share
         highest = new_highest
 
     # 4. The result, or what the merge needs of it.
@@ -236,31 +281,32 @@ def _merge(
     out_ptr,  # [N * h, D]
     D: tl.constexpr,
     SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    PADDED_SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,  # parts whose loads are in flight together
     BLOCK_D: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    """One part after the other, as a program of _attend adds them that has met them all."""
     if OVERLAPS:
         wait()
-    place = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * SPLITS
     column = tl.arange(0, BLOCK_D)
-    highest = tl.full((1,), LOWEST, dtype=tl.float32)
+    splits = tl.arange(0, PADDED_SPLITS)
+    peaks = statistics_ptr + (first + splits) * 2
+    highest = tl.max(tl.load(peaks, mask=splits < SPLITS, other=LOWEST), axis=0)
     total = tl.zeros((1,), dtype=tl.float32)
     result = tl.zeros((BLOCK_D,), dtype=tl.float32)
     for chunk in range(0, SPLITS, CHUNK):
-        split = chunk + tl.arange(0, CHUNK)
-        part = place * SPLITS + split
-        peak = tl.load(statistics_ptr + part * 2, mask=split < SPLITS, other=LOWEST)
-        weight = tl.load(statistics_ptr + part * 2 + 1, mask=split < SPLITS, other=0.0)
-        is_there = (split < SPLITS)[:, None] & (column < D)[None, :]
-        partial = tl.load(
-            results_ptr + part[:, None] * D + column[None, :], mask=is_there, other=0.0
-        )
-        new_highest = tl.maximum(highest, tl.max(peak, axis=0))
-        rescale = tl.exp2(highest - new_highest)
-        share = tl.exp2(peak - new_highest)  # [CHUNK]
-        result = result * rescale + tl.sum(partial * share[:, None], axis=0)
-        total = total * rescale + tl.sum(weight * share, axis=0)
-        highest = new_highest
+        for offset in tl.static_range(CHUNK):
+            split = chunk + offset + tl.arange(0, 1)
+            part, is_there = first + split, split < SPLITS
+            peak = tl.load(statistics_ptr + part * 2, mask=is_there, other=LOWEST)
+            weight = tl.load(statistics_ptr + part * 2 + 1, mask=is_there, other=0.0)
+            row = results_ptr + part * D + column
+            partial = tl.load(row, mask=is_there & (column < D), other=0.0)
+            share = _power_of_two(peak - highest)
+            result += partial * share
+            total += weight * share
     result = result / tl.where(total > 0.0, total, 1.0)
-    tl.store(out_ptr + place * D + column, result.to(out_ptr.dtype.element_ty), mask=column < D)
+    place = tl.program_id(0).to(tl.int64) * D + column
+    tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=column < D)

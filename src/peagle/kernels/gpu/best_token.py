@@ -2,14 +2,13 @@
 
 Of 1,024 rows and 49,152 tokens the float32 logits are 201 MB, written only to be read once more.
 Here a program multiplies a tile of rows with a tile of the output table and keeps of each row the
-largest sum and its column; argmax.py's merge does the rest.
+largest sum and its column; argmax.py's merge does the rest. Its tiles have 64 rows at least, one
+instruction and one sum (linear.py): a row has the same bits alone and beside others.
 
 Shapes: R rows, H hidden, V tokens in C tiles.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -17,32 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.gpu.choose import Chunks, merge
+from peagle.kernels.gpu.linear import Tile, output_tile
 from peagle.kernels.gpu.overlap import overlapping, wait
-from peagle.kernels.plain.best_token import DTYPES
 from peagle.kernels.plain.choose import Chosen
-
-
-class Tile(NamedTuple):
-    """What one program computes, and how."""
-
-    rows: int
-    columns: int
-    inputs: int  # of one turn of the loop
-    warps: int
-    stages: int
-
-
-def tile(rows: int) -> Tile:
-    """Of 8 forms on an H200 the best, or within 3 % of it, for 64 rows and the target's table of
-    SmolLM2, and for 128 to 1,024 rows and both tables."""
-    if rows <= 64:
-        return Tile(64, 128, 64, warps=4, stages=4)
-    return Tile(128, 256, 64, warps=8, stages=3)
+from peagle.kernels.policy import HALF
 
 
 def best_tokens(hidden: Tensor, weight: Tensor, ids: Tensor | None) -> Chosen:
     """As kernels/plain/best_token.py."""
-    return best_tokens_in_tiles(hidden, weight, ids, tile(hidden.shape[0]))
+    return best_tokens_in_tiles(hidden, weight, ids, output_tile(hidden.shape[0]))
 
 
 def best_tokens_in_tiles(hidden: Tensor, weight: Tensor, ids: Tensor | None, block: Tile) -> Chosen:
@@ -55,10 +37,10 @@ def _find_peaks(hidden: Tensor, weight: Tensor, block: Tile) -> Chunks:
     (rows, inputs), vocab_size = hidden.shape, weight.shape[0]
     assert weight.shape[1] == inputs
     assert hidden.dtype == weight.dtype
-    assert hidden.dtype in DTYPES
+    assert hidden.dtype in HALF
     assert hidden.is_contiguous()
     assert weight.is_contiguous()
-    shape = (rows, triton.cdiv(vocab_size, block.columns))
+    shape = (rows, triton.cdiv(vocab_size, block.outputs))
     peaks = hidden.new_empty(shape, dtype=torch.float32)
     columns = hidden.new_empty(shape, dtype=torch.int32)
     # Tiles of rows come first: programs that run together read the same few pieces of the table,
@@ -73,13 +55,13 @@ def _find_peaks(hidden: Tensor, weight: Tensor, block: Tile) -> Chunks:
         INPUTS=inputs,
         VOCAB_SIZE=vocab_size,
         BLOCK_ROWS=block.rows,
-        BLOCK_COLUMNS=block.columns,
+        BLOCK_COLUMNS=block.outputs,
         BLOCK_INPUTS=block.inputs,
         num_warps=block.warps,
         num_stages=block.stages,
         **overlapping(),
     )
-    return Chunks(peaks, columns, block.columns)
+    return Chunks(peaks, columns, block.outputs)
 
 
 @triton.jit

@@ -19,7 +19,8 @@ from peagle.kernels.gpu.linear import fused_linear
 from peagle.kernels.gpu.norms import add_rms_norm, rms_norm, silu_mul
 from peagle.kernels.gpu.qkv import fits_one_kernel, qkv_to_cache
 from peagle.kernels.layer import LayerTensors, Projection
-from peagle.kernels.plain.linear import MAX_NORMED_ROWS, Norm, fits_fused
+from peagle.kernels.plain.linear import Norm
+from peagle.kernels.policy import FAST, Policy
 from peagle.kernels.rows import RowGroups
 
 
@@ -32,6 +33,7 @@ class _Attention(NamedTuple):
     rows: RowGroups
     keys: Tensor  # [L, S, g, D]
     values: Tensor  # [L, S, g, D]
+    policy: Policy
 
     def of_qkv(self, depth: int, qkv: Tensor) -> Tensor:
         """The layer's qkv [N, (h + 2g) * D] -> [N, h * D]."""
@@ -42,10 +44,10 @@ class _Attention(NamedTuple):
 
     def of_rows(self, depth: int, x: Tensor, norm: Norm | None) -> Tensor:
         """The same with the product before it, of few rows: x [N, I] -> [N, h * D]."""
-        layer, keys = self.layers[depth], self.keys[depth]
-        if not fits_one_kernel(layer, x, keys.shape[-1]):
-            return self.of_qkv(depth, _fused(layer.qkv, x, norm=norm))
-        x, norm = _norm_of_few_rows(x, norm)
+        layer, keys, policy = self.layers[depth], self.keys[depth], self.policy
+        if not fits_one_kernel(layer, x, keys.shape[-1], policy):
+            return self.of_qkv(depth, _fused(layer.qkv, x, policy, norm=norm))
+        x, norm = _norm_left_to(layer.qkv.weight, x, norm, policy)
         q = qkv_to_cache(
             x,
             layer.qkv.weight,
@@ -56,6 +58,7 @@ class _Attention(NamedTuple):
             sin=self.sin,
             keys=keys,
             values=self.values[depth],
+            policy=policy,
         )
         return self._read(depth, q)
 
@@ -65,7 +68,7 @@ class _Attention(NamedTuple):
         out = torch.empty_like(q)
         parts = self.rows.parts(q), self.rows.parts(out), self.rows.groups
         for own, result, group in zip(*parts, strict=True):
-            paged_attention(own, *cache, group, window, out=result)
+            paged_attention(own, *cache, group, window, self.policy, out=result)
         return out.flatten(-2)
 
 
@@ -78,34 +81,38 @@ def run_layers(
     rows: RowGroups,
     keys: Tensor,  # [L, S, g, D]
     values: Tensor,  # [L, S, g, D]
+    policy: Policy = FAST,
 ) -> list[Tensor]:
     """-> the output [N, H] of every layer."""
     assert (inputs is None) == (layers[0].input_norm is not None)
-    attention = _Attention(layers, cos, sin, rows, keys, values)
+    attention = _Attention(layers, cos, sin, rows, keys, values, policy)
     projections = [p for layer in layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     if any(p.scales is not None for p in projections):
+        assert not policy.batch_invariant
         return run_quantized(layers, x, inputs, attention.of_qkv)
-    run = _few_rows if fits_fused(x, [p.weight for p in projections]) else _many_rows
+    fused = policy.fits_fused(x, [p.weight for p in projections])
+    run = _with_fused_products if fused else _with_cublas
     return run(layers, x, inputs, attention)
 
 
-def _few_rows(
+def _with_fused_products(
     layers: Sequence[LayerTensors], x: Tensor, inputs: Tensor | None, attention: _Attention
 ) -> list[Tensor]:
-    states = []
+    states, policy = [], attention.policy
     for depth, layer in enumerate(layers):
         norm = None if layer.input_norm is None else Norm(layer.input_norm, layer.eps)
         reads = inputs if norm is None else x
         assert reads is not None
         attended = attention.of_rows(depth, reads, norm)
-        x = _fused(layer.o, attended, residual=x)
-        inner = _fused(layer.gate_up, x, norm=Norm(layer.post_norm, layer.eps), gated=True)
-        x = _fused(layer.down, inner, residual=x)
+        x = _fused(layer.o, attended, policy, residual=x)
+        norm = Norm(layer.post_norm, layer.eps)
+        inner = _fused(layer.gate_up, x, policy, norm=norm, gated=True)
+        x = _fused(layer.down, inner, policy, residual=x)
         states.append(x)
     return states
 
 
-def _many_rows(
+def _with_cublas(
     layers: Sequence[LayerTensors], x: Tensor, inputs: Tensor | None, attention: _Attention
 ) -> list[Tensor]:
     """A sum goes with the norm that follows it: that of the next layer after the last product."""
@@ -130,21 +137,24 @@ def _many_rows(
 def _fused(
     projection: Projection,
     x: Tensor,  # [N, I]
+    policy: Policy,
     *,
     norm: Norm | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
     weight, bias, _ = projection
-    x, norm = _norm_of_few_rows(x, norm)
-    return fused_linear(x, weight, bias, norm=norm, residual=residual, gated=gated)
+    x, norm = _norm_left_to(weight, x, norm, policy)
+    return fused_linear(x, weight, bias, norm=norm, residual=residual, gated=gated, policy=policy)
 
 
-def _norm_of_few_rows(x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+def _norm_left_to(
+    weight: Tensor, x: Tensor, norm: Norm | None, policy: Policy
+) -> tuple[Tensor, Norm | None]:
     """What a product reads, and the norm that is left to it."""
-    if norm is not None and x.shape[0] > MAX_NORMED_ROWS:
-        return rms_norm(x, *norm), None
-    return x, norm
+    if norm is None or policy.norms_inside(x, weight):
+        return x, norm
+    return rms_norm(x, *norm), None
 
 
 def _product(projection: Projection, x: Tensor) -> Tensor:

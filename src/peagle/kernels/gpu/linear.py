@@ -9,6 +9,12 @@ cuBLAS has the better product; norms.py holds what then stands between two of th
 
 Shapes: M rows, K inputs, N outputs. A row's sums have one order, decided by `tile`, which is the
 same for every M <= 16: a row has the same bits alone or beside others.
+
+`batch_invariant_tile` keeps it so for any number of rows. What may depend on M is only what leaves
+each sum as it is: which rows and outputs share a program, and how many turns are in flight. Fixed
+by the weight are the parts of a sum, the norm's place and the tensor core's instruction. Triton
+chooses that one on Hopper by the rows of a tile: mma.sync below 64, wgmma from there on, with 4
+warps or 8. The two need not round alike. Either adds 16 products at a time, in order of k.
 """
 
 from __future__ import annotations
@@ -20,20 +26,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.gpu.norms import add_rms_norm, rms_norm, silu_mul
+from peagle.kernels.gpu.norms import add_rms_norm, norm_scale, rms_norm, silu_mul, weigh_rows
 from peagle.kernels.gpu.overlap import fetch_rows, overlapping, wait
-from peagle.kernels.plain.linear import MAX_FUSED_ROWS, Norm
+from peagle.kernels.plain.linear import Norm
+from peagle.kernels.policy import FAST, MAX_SMALL_WEIGHT, Policy
 
 __all__ = [
-    "MAX_FUSED_ROWS",
     "Norm",
     "Tile",
     "add_rms_norm",
+    "batch_invariant_tile",
     "fused_linear",
+    "invariant_logits",
+    "output_tile",
     "rms_norm",
+    "scale_and_add",
     "silu_mul",
     "sum_products",
     "tile",
+    "tile_for",
 ]
 
 
@@ -57,11 +68,15 @@ def tile(rows: int, outputs: int, inputs: int, gated: bool, itemsize: int) -> Ti
     block_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
     if itemsize > 2:  # no tensor cores: the operands must fit the registers
         return Tile(block_rows, 16, 32, warps=4, stages=2)
-    narrow, long = outputs <= 640, inputs >= 1024
     if rows > 64:
+        long = inputs >= 1024
         return Tile(64, 32 if gated else 16, 64, warps=4, stages=4, sums=2 if long else 1)
-    kind = "gated" if gated else "wide" if not narrow else "long" if long else "short"
-    return _TILES[block_rows, kind]
+    return _TILES[block_rows, _kind(outputs, inputs, gated)]
+
+
+def _kind(outputs: int, inputs: int, gated: bool) -> str:
+    narrow, long = outputs <= 640, inputs >= 1024
+    return "gated" if gated else "wide" if not narrow else "long" if long else "short"
 
 
 _TILES = {
@@ -80,6 +95,52 @@ _TILES = {
 }
 
 
+def batch_invariant_tile(rows: int, outputs: int, inputs: int, gated: bool, itemsize: int) -> Tile:
+    """As `tile`, with one instruction and one order of sums for any number of rows."""
+    if itemsize > 2:  # fused multiply-adds in order of k
+        return Tile(16 if rows <= 16 else 32, 16, 32, warps=4, stages=2)
+    if outputs * inputs > MAX_SMALL_WEIGHT:
+        return _large_weight_tile(rows, outputs, gated)
+    few = _TILES[16, _kind(outputs, inputs, gated)]  # whose parts of sums all others have
+    if rows <= 16:
+        return few
+    if rows <= (32 if gated else 128):
+        return few._replace(rows=32, warps=4, stages=4)
+    if rows <= 512:
+        return few._replace(rows=32, outputs=32, warps=4, stages=4)
+    return few._replace(rows=32, outputs=64, warps=8 if gated else 4, stages=3)
+
+
+def _large_weight_tile(rows: int, outputs: int, gated: bool) -> Tile:
+    """A weight that is bound by its bytes: 64 rows cost what one does, so all have wgmma's tiles.
+
+    Few rows: narrow tiles, so that every multiprocessor reads, with many bytes in flight."""
+    if rows <= 64:
+        narrow = gated or outputs <= 8192
+        return Tile(64, 32 if narrow else 64, 128, warps=4, stages=4)
+    if rows <= 128:
+        return Tile(64, 64, 64, warps=4, stages=4)
+    if gated or rows <= 512:
+        return Tile(128, 64, 64, warps=8 if gated else 4, stages=4)
+    return Tile(128, 128, 64, warps=8, stages=4)
+
+
+def output_tile(rows: int) -> Tile:
+    """Of the output product, which chooses or writes logits.
+
+    Of 8 forms on an H200 the best, or within 3 % of it, for 64 rows and the target's table of
+    SmolLM2, and for 128 to 1,024 rows and both tables."""
+    if rows <= 64:
+        return Tile(64, 128, 64, warps=4, stages=4)
+    return Tile(128, 256, 64, warps=8, stages=3)
+
+
+def tile_for(policy: Policy, x: Tensor, weight: Tensor, gated: bool = False) -> Tile:
+    choose = batch_invariant_tile if policy.batch_invariant else tile
+    outputs, inputs = weight.shape
+    return choose(x.shape[0], outputs, inputs, gated, weight.dtype.itemsize)
+
+
 def fused_linear(
     x: Tensor,  # [M, K]
     weight: Tensor,  # [N, K]; gated: the first N / 2 rows are the gate, the rest up
@@ -89,22 +150,52 @@ def fused_linear(
     residual: Tensor | None,  # [M, N], or [M, N / 2] when gated: added before the one rounding
     gated: bool = False,
     out_dtype: torch.dtype | None = None,  # None: that of x
+    policy: Policy = FAST,
 ) -> Tensor:
     """-> [M, N], or silu(gate) * up [M, N / 2]."""
+    block, scales = tile_for(policy, x, weight, gated), None
+    if norm is not None and policy.batch_invariant and x.shape[0] > policy.max_normed_rows:
+        x, scales = weigh_rows(x, *norm, block.inputs)
+        norm = None
+    return _product(x, weight, bias, norm, scales, residual, gated, out_dtype or x.dtype, block)
+
+
+def invariant_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden [M, K] times weight [V, K] -> [M, V] in float32: the sums that `best_tokens` compares
+    under the same policy."""
+    assert hidden.dtype.itemsize == 2
+    block = output_tile(hidden.shape[0])
+    return _product(hidden, weight, None, None, None, None, False, torch.float32, block)
+
+
+def _product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm | None,
+    scales: Tensor | None,  # [M]: of rows whose norm has begun
+    residual: Tensor | None,
+    gated: bool,
+    out_dtype: torch.dtype,
+    block: Tile,
+) -> Tensor:
     rows, inputs = x.shape
     results = weight.shape[0] // 2 if gated else weight.shape[0]
-    out = torch.empty(rows, results, dtype=out_dtype or x.dtype, device=x.device)
+    out = torch.empty(rows, results, dtype=out_dtype, device=x.device)
     _check(x, weight, bias, norm, residual, out)
     if rows == 0:
         return out
-    block = tile(rows, weight.shape[0], inputs, gated, weight.dtype.itemsize)
     grid = (triton.cdiv(results, block.outputs), triton.cdiv(rows, block.rows))
-    _fused_linear[grid](
+    # A large weight comes from memory once: programs that run together read the same part of it.
+    # Fetched ahead it would only push out of the cache what is in use.
+    large = weight.numel() > MAX_SMALL_WEIGHT
+    _fused_linear[grid[::-1] if large else grid](
         x,
         weight,
         # A pointer that is not read must still be one: x stands in.
         x if bias is None else bias,
         x if norm is None else norm.weight,
+        x if scales is None else scales,
         x if residual is None else residual,
         out,
         rows,
@@ -116,8 +207,10 @@ def fused_linear(
         RESULTS=results,
         HAS_BIAS=bias is not None,
         HAS_NORM=norm is not None,
+        HAS_SCALES=scales is not None,
         HAS_RESIDUAL=residual is not None,
         GATED=gated,
+        LARGE=large,
         BLOCK_ROWS=block.rows,
         BLOCK_OUTPUTS=block.outputs,
         BLOCK_INPUTS=block.inputs,
@@ -158,7 +251,7 @@ def _add_products(
     if HAS_NORM:
         norm_weight = tl.load(norm_ptr + k, mask=k_there, other=0.0)
         wide = part.to(tl.float32)
-        squares += tl.sum(wide * wide, axis=1)
+        squares += wide * wide
         part = (wide * norm_weight.to(tl.float32)[None, :]).to(part.dtype)
     there = column_there[:, None] & k_there[None, :]
     weights = tl.load(weight_rows + k[None, :], mask=there, other=0.0)
@@ -175,9 +268,10 @@ def sum_products(
     INPUTS: tl.constexpr, HAS_NORM: tl.constexpr, GATED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x times weights, and times ups; with a norm also the squares of x, its scale is
-    not applied. x_rows, weight_rows, up_rows: pointers  # [BLOCK_ROWS or BLOCK_OUTPUTS, 1]"""
-    squares = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    """A tile of x times weights, and times ups; with a norm also the squares of x, whose scale is
+    not applied: [BLOCK_ROWS, BLOCK_INPUTS], each of every BLOCK_INPUTS-th input.
+    x_rows, weight_rows, up_rows: pointers  # [BLOCK_ROWS or BLOCK_OUTPUTS, 1]"""
+    squares = tl.zeros((BLOCK_ROWS, BLOCK_INPUTS), dtype=tl.float32)
     total = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), dtype=tl.float32)
     up_total = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), dtype=tl.float32)
     total_2, up_2, total_3, up_3, total_4, up_4 = total, up_total, total, up_total, total, up_total
@@ -210,6 +304,18 @@ def sum_products(
     return total, up_total, squares
 
 
+@triton.jit
+def scale_and_add(total, scale, biases, there, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """A row's scale, [R, 1], may as well be applied to its sums [R, N]; then the bias [N] is added.
+    In one rounding, said aloud: else the compiler would choose."""
+    if HAS_BIAS:
+        bias = tl.load(biases, mask=there, other=0.0).to(tl.float32)[None, :]
+        total = tl.fma(total, scale, bias) if SCALED else total + bias
+    elif SCALED:
+        total = total * scale
+    return total
+
+
 # One compiled form for every number of rows, so that all have the same order of sums.
 @triton.jit(do_not_specialize=["num_rows"])
 def _fused_linear(
@@ -217,6 +323,7 @@ def _fused_linear(
     weight_ptr,
     bias_ptr,
     norm_ptr,
+    scales_ptr,
     residual_ptr,
     out_ptr,
     num_rows,
@@ -228,16 +335,21 @@ def _fused_linear(
     RESULTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_SCALES: tl.constexpr,  # of rows whose norm has begun
     HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    LARGE: tl.constexpr,  # the weight
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
     SUMS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    columns = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    row_tile, column_tile = tl.program_id(1), tl.program_id(0)
+    if LARGE:
+        row_tile, column_tile = tl.program_id(0), tl.program_id(1)
+    rows = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    columns = column_tile * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     row_there = (rows < num_rows)[:, None]
     column_there = columns < RESULTS
     x_rows = x_ptr + rows.to(tl.int64)[:, None] * x_stride
@@ -245,25 +357,26 @@ def _fused_linear(
     up_rows = weight_ptr + (columns + RESULTS).to(tl.int64)[:, None] * weight_stride
 
     if OVERLAPS:
-        real_columns = tl.minimum(columns, RESULTS - 1).to(tl.int64)[:, None]
-        fetch_rows(weight_ptr + real_columns * weight_stride, INPUTS)
-        if GATED:
-            fetch_rows(weight_ptr + (real_columns + RESULTS) * weight_stride, INPUTS)
+        if not LARGE:
+            real_columns = tl.minimum(columns, RESULTS - 1).to(tl.int64)[:, None]
+            fetch_rows(weight_ptr + real_columns * weight_stride, INPUTS)
+            if GATED:
+                fetch_rows(weight_ptr + (real_columns + RESULTS) * weight_stride, INPUTS)
         wait()
     total, up_total, squares = sum_products(
         x_rows, weight_rows, up_rows, norm_ptr, row_there, column_there, INPUTS, HAS_NORM, GATED,
         BLOCK_ROWS, BLOCK_OUTPUTS, BLOCK_INPUTS, SUMS,
     )  # fmt: skip
-    if HAS_NORM:  # a row's scale may as well be applied to its sums
-        scale = tl.rsqrt(squares / INPUTS + eps)[:, None]
-        total *= scale
-        up_total *= scale
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + columns, mask=column_there, other=0.0).to(tl.float32)[None, :]
+    scale = squares  # in place of none
+    if HAS_NORM:
+        scale = norm_scale(squares, eps, INPUTS, BLOCK_INPUTS)[:, None]
+    elif HAS_SCALES:
+        scale = tl.load(scales_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
+    SCALED: tl.constexpr = HAS_NORM or HAS_SCALES
+    total = scale_and_add(total, scale, bias_ptr + columns, column_there, SCALED, HAS_BIAS)
     if GATED:
-        if HAS_BIAS:
-            up_bias = tl.load(bias_ptr + RESULTS + columns, mask=column_there, other=0.0)
-            up_total += up_bias.to(tl.float32)[None, :]
+        ups = bias_ptr + RESULTS + columns
+        up_total = scale_and_add(up_total, scale, ups, column_there, SCALED, HAS_BIAS)
         total = total / (1.0 + tl.exp(-total)) * up_total
     there = row_there & column_there[None, :]
     if HAS_RESIDUAL:

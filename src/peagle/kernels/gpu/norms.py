@@ -8,8 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.gpu.overlap import overlapping, wait
+from peagle.kernels.gpu.sums import row_sums
 
 MAX_COLUMNS = 4096  # of a row that a program holds at once; longer rows are read in parts
+PARTS_AT_ONCE = 8
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -46,6 +48,33 @@ def norm_pair(
             **overlapping(),
         )
     return out
+
+
+def weigh_rows(x: Tensor, weight: Tensor, eps: float, part: int) -> tuple[Tensor, Tensor]:
+    """-> x times the norm's weight [M, H], and each row's scale [M] float32, for a product to apply
+    to its sums: bit for bit what a product does by itself that reads `part` inputs in a turn."""
+    rows, columns = x.shape
+    assert x.stride(1) == 1
+    assert weight.shape == (columns,)
+    assert weight.is_contiguous()
+    weighed = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if rows:
+        _weigh_rows[(rows,)](
+            x,
+            weight,
+            weighed,
+            scales,
+            x.stride(0),
+            eps,
+            COLUMNS=columns,
+            PART=part,
+            AT_ONCE=PARTS_AT_ONCE,
+            BLOCK=min(triton.next_power_of_2(columns), 1024),
+            num_warps=1,
+            **overlapping(),
+        )
+    return weighed, scales
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -144,6 +173,47 @@ def _rms_norm(
         normed = (part * scale).to(dtype).to(tl.float32)
         weight = tl.load(weight_ptr + columns, mask=there, other=0.0).to(tl.float32)
         tl.store(normed_ptr + row * COLUMNS + columns, (normed * weight).to(dtype), mask=there)
+
+
+@triton.jit
+def norm_scale(squares, eps, COLUMNS: tl.constexpr, PART: tl.constexpr):
+    """Of rows whose squares are added up in PART places: [R, PART] -> [R]"""
+    return tl.rsqrt(row_sums(squares, PART) / COLUMNS + eps)
+
+
+@triton.jit
+def _weigh_rows(
+    x_ptr,
+    weight_ptr,
+    weighed_ptr,
+    scales_ptr,
+    x_stride,
+    eps,
+    COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # parts whose loads are in flight together
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    if OVERLAPS:
+        wait()
+    row = tl.program_id(0).to(tl.int64)
+    x_row = x_ptr + row * x_stride
+    squares = tl.zeros((1, PART), dtype=tl.float32)
+    for start in range(0, COLUMNS, PART * AT_ONCE):
+        for part in tl.static_range(AT_ONCE):
+            columns = start + part * PART + tl.arange(0, PART)[None, :]
+            x = tl.load(x_row + columns, mask=columns < COLUMNS, other=0.0).to(tl.float32)
+            squares += x * x
+    scale = norm_scale(squares, eps, COLUMNS, PART)
+    tl.store(scales_ptr + row + tl.arange(0, 1), scale)
+    for start in range(0, COLUMNS, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        there = columns < COLUMNS
+        x = tl.load(x_row + columns, mask=there, other=0.0)
+        weight = tl.load(weight_ptr + columns, mask=there, other=0.0)
+        weighed = (x.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+        tl.store(weighed_ptr + row * COLUMNS + columns, weighed, mask=there)
 
 
 @triton.jit

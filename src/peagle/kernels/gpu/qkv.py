@@ -14,30 +14,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.gpu.linear import Tile, sum_products, tile
+from peagle.kernels.gpu.linear import scale_and_add, sum_products, tile_for
+from peagle.kernels.gpu.norms import norm_scale
 from peagle.kernels.gpu.overlap import fetch_rows, overlapping, wait
+from peagle.kernels.gpu.rotary import rotate
 from peagle.kernels.layer import LayerTensors
 from peagle.kernels.plain.linear import Norm
+from peagle.kernels.policy import FAST, Policy
 from peagle.kernels.rows import PagedRows, RowGroups
 
-# With more rows it is slower than two kernels: each program turns and scatters a whole tile.
-MAX_TURNED_ROWS = 32
 
-
-def fits_one_kernel(layer: LayerTensors, x: Tensor, head_dim: int) -> bool:
+def fits_one_kernel(layer: LayerTensors, x: Tensor, head_dim: int, policy: Policy = FAST) -> bool:
     """Whether `qkv_to_cache` takes the layer; else `fused_linear`, then `rotate_and_write`.
 
     A program has a part of one head: not enough for a head's norm, and not of two heads.
     """
-    if len(x) > MAX_TURNED_ROWS or layer.q_norm is not None or layer.k_norm is not None:
+    if len(x) > policy.max_turned_rows or layer.q_norm is not None or layer.k_norm is not None:
         return False
-    return head_dim % _tile(x, layer.qkv.weight).outputs == 0
-
-
-def _tile(x: Tensor, weight: Tensor) -> Tile:
-    """As in `fused_linear`: so the sums have the same order."""
-    outputs, inputs = weight.shape
-    return tile(len(x), outputs, inputs, gated=False, itemsize=weight.dtype.itemsize)
+    return head_dim % tile_for(policy, x, layer.qkv.weight).outputs == 0
 
 
 def qkv_to_cache(
@@ -51,6 +45,7 @@ def qkv_to_cache(
     sin: Tensor,  # [P, D] float32, the first half the negated second
     keys: Tensor,  # [S, g, D]
     values: Tensor,  # [S, g, D]
+    policy: Policy = FAST,
 ) -> Tensor:
     """Writes each row's key and value to its slot; -> the rotated queries [N, h, D].
 
@@ -62,7 +57,7 @@ def qkv_to_cache(
     _check(x, weight, bias, norm, q, cos, sin, keys, values)
     if num_rows == 0:
         return q
-    block = _tile(x, weight)
+    block = tile_for(policy, x, weight)  # as in `fused_linear`: so the sums have the same order
     assert dim % block.outputs == 0
     grid = (weight.shape[0] // block.outputs, triton.cdiv(num_rows, block.rows))
     _qkv_to_cache[grid](
@@ -124,7 +119,9 @@ def _check(
 
 
 # One compiled form for every number of rows, so that all have the same order of sums.
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"]
+)
 def _qkv_to_cache(
     x_ptr,
     weight_ptr,
@@ -188,17 +185,17 @@ def _qkv_to_cache(
         x_rows, weight_rows, weight_rows, norm_ptr, there, elements < DIM, INPUTS, HAS_NORM, False,
         BLOCK_ROWS, BLOCK_OUTPUTS, BLOCK_INPUTS, SUMS,
     )  # fmt: skip
+    scale = squares  # in place of none
     if HAS_NORM:
-        total *= tl.rsqrt(squares / INPUTS + eps)[:, None]
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + outputs).to(tl.float32)[None, :]
+        scale = norm_scale(squares, eps, INPUTS, BLOCK_INPUTS)[:, None]
+    total = scale_and_add(total, scale, bias_ptr + outputs, elements < DIM, HAS_NORM, HAS_BIAS)
 
     # 4. Rotation of queries and keys, of sums that are rounded already.
     first, second = tl.split(tl.reshape(total.to(dtype), (BLOCK_ROWS, PAIRS, 2)))
     if head < HEADS + KV_HEADS:
         x, y = first.to(tl.float32), second.to(tl.float32)
-        first = (x * cos - y * sin).to(dtype)
-        second = (y * cos + x * sin).to(dtype)
+        first = rotate(x, cos, y, -sin).to(dtype)
+        second = rotate(y, cos, x, sin).to(dtype)
     result = tl.reshape(tl.join(first, second), (BLOCK_ROWS, BLOCK_OUTPUTS))
 
     # 5. Each kind of head to its place.

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.gpu.overlap import overlapping, wait
+from peagle.kernels.gpu.sums import row_sums
 from peagle.kernels.gpu.tiles import power_of_two
 from peagle.kernels.rows import PagedRows, RowGroups
 
@@ -72,6 +73,13 @@ def rotate_and_write(
 
 
 @triton.jit
+def rotate(x, cos, y, sin):
+    """x * cos + y * sin. A compiler may join either product with the sum: here it is the first, in
+    every kernel."""
+    return tl.fma(x, cos, y * sin)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def _rotate_and_write(
     qkv_ptr,
     positions_ptr,
@@ -115,7 +123,7 @@ def _rotate_and_write(
     dtype = qkv_ptr.dtype.element_ty
     x, y = first.to(tl.float32), second.to(tl.float32)
     if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(x * x + y * y, axis=1)[:, None] / (2 * HALF) + eps)
+        scale = tl.rsqrt(row_sums(x * x + y * y, BLOCK_C)[:, None] / (2 * HALF) + eps)
         in_half = column < HALF
         q_x = tl.load(q_norm_ptr + column, mask=in_half, other=0.0)
         q_y = tl.load(q_norm_ptr + column + HALF, mask=in_half, other=0.0)
@@ -127,8 +135,8 @@ def _rotate_and_write(
         y = ((y * scale).to(dtype).to(tl.float32) * y_weight).to(dtype).to(tl.float32)
 
     # 3. Rotation; the sign of the first half is in its sine.
-    rotated_x = (x * cos_x + y * sin_x).to(dtype)
-    rotated_y = (y * cos_y + x * sin_y).to(dtype)
+    rotated_x = rotate(x, cos_x, y, sin_x).to(dtype)
+    rotated_y = rotate(y, cos_y, x, sin_y).to(dtype)
 
     # 4. Each kind of head to its place.
     query = q_ptr + row * (HEADS * 2 * HALF) + head * (2 * HALF) + column

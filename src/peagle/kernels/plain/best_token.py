@@ -11,11 +11,6 @@ from torch import Tensor
 
 from peagle.kernels.plain.choose import Chosen, choose_tokens
 
-# Up to so many rows the output product is bound by reading the table, at which cuBLAS is good, and
-# the logits are small beside it. So verification of one request also keeps plain decoding's bits.
-MAX_LOGIT_ROWS = 32
-DTYPES = torch.bfloat16, torch.float16  # what the tensor cores sum up in float32
-
 
 def best_tokens(hidden: Tensor, weight: Tensor, ids: Tensor | None) -> Chosen:
     """The column of each row's largest logit, the lowest of equals.
@@ -28,8 +23,3 @@ def best_tokens(hidden: Tensor, weight: Tensor, ids: Tensor | None) -> Chosen:
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
     return choose_tokens(F.linear(hidden.to(wide), weight.to(wide)), None, ids)
-
-
-def fits_best_tokens(hidden: Tensor) -> bool:
-    """Whether greedy tokens of these rows are better chosen without writing logits."""
-    return hidden.shape[0] > MAX_LOGIT_ROWS and hidden.dtype in DTYPES

@@ -5,18 +5,11 @@ Shapes: M rows, K inputs, N outputs, H hidden, I intermediate. Sums are float32 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-# Of the GPU's `fused_linear`; beyond, cuBLAS is ahead.
-MAX_FUSED_ROWS = 256
-# Of those with a norm inside: with more rows it costs the product more than a launch.
-MAX_NORMED_ROWS = 16
-MAX_FUSED_WEIGHT = 4_000_000  # elements of one matrix
 
 
 class Norm(NamedTuple):
@@ -52,16 +45,6 @@ def fused_linear(
     if residual is not None:
         out = out + _wide(residual)
     return out.to(out_dtype or x.dtype)
-
-
-def fits_fused(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether products of x [M, K] with these belong to `fused_linear`.
-
-    float16 might overflow there: it is normed only after the product.
-    """
-    few_rows = x.shape[0] <= MAX_FUSED_ROWS
-    small = all(weight.numel() <= MAX_FUSED_WEIGHT for weight in weights)
-    return few_rows and small and x.dtype is not torch.float16
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
