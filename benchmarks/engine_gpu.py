@@ -27,7 +27,6 @@ from peagle.checkpoints.targets import eos_token_ids, load_target
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.data.chat import chat_token_ids
 from peagle.data.prompts import read_prompts
-from peagle.engine.build import build_engine
 from peagle.engine.engine import Engine
 from peagle.engine.loading import load_speculation
 from peagle.files import write_json
@@ -77,7 +76,7 @@ def closed_loop(
     """-> the requests in order, seconds, and the share of them in which the device was idle."""
     requests: list[Any] = []
     waiting = iter(prompts)
-    busy_before = engine.stats.verify_time
+    busy_before = _busy(engine)
     begun = perf_counter()
     running = _submit(engine, waiting, params, requests, concurrency)
     while running:
@@ -85,8 +84,11 @@ def closed_loop(
         ended = sum(new.request.finish_reason is not None for new in news)
         running += _submit(engine, waiting, params, requests, ended) - ended
     seconds = perf_counter() - begun
-    busy = engine.stats.verify_time - busy_before
-    return requests, seconds, 1.0 - busy / seconds
+    return requests, seconds, 1.0 - (_busy(engine) - busy_before) / seconds
+
+
+def _busy(engine: Engine) -> float:
+    return engine.stats.draft_time + engine.stats.verify_time
 
 
 def _submit(
@@ -168,7 +170,7 @@ def main() -> None:
         wanted = SpeculativeConfig(model=head, num_speculative_tokens=max(args.depths))
         speculation = load_speculation(wanted, target) if head else None
         name = speculation.drafter.method if speculation else "none"
-        engines[name] = build_engine(
+        engines[name] = Engine(
             target, config, eos_token_ids=eos_token_ids(folder), speculation=speculation
         )
         deepest = speculation.drafter.max_speculative_tokens if speculation else 0
