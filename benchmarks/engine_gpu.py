@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[3, 5, 7, 11])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--waves", type=int, default=3)
     parser.add_argument("--least", type=int, default=16)
@@ -163,7 +164,7 @@ def main() -> None:
     device = torch.device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = load_target(folder, dtype=dtype, device=device).requires_grad_(False)
-    config = EngineConfig(max_num_seqs=max(args.concurrency), max_model_len=2048)
+    config = EngineConfig(max_num_seqs=max(args.concurrency), max_model_len=args.max_model_len)
     engines: dict[str, Engine] = {}
     cells = []
     for head in [None, *args.head]:
