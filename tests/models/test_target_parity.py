@@ -21,7 +21,7 @@ from transformers import (
 from models import tiny
 from peagle.checkpoints.references import load_tokenizer, resolve_model
 from peagle.checkpoints.targets import load_target
-from peagle.engine.runner import target_layout
+from peagle.engine.kv_cache import target_layout
 from peagle.models.attention import causal_attention
 from peagle.models.drafter import Span
 from peagle.models.target import TargetModel
