@@ -39,7 +39,7 @@ from peagle.kernels.gpu.norms import rms_norm
 from peagle.kernels.gpu.tiles import batch_invariant_splits, choose_splits
 from peagle.kernels.layer import LayerTensors, Projection
 from peagle.kernels.policy import BATCH_INVARIANT, FAST, Policy
-from peagle.kernels.rows import PagedRows
+from peagle.kernels.rows import PagedRows, RowGroups
 from peagle.provenance import provenance
 
 EPS, THETA = 1e-5, 10_000.0
@@ -138,8 +138,9 @@ class Stack:
         return self.inputs[(ids % len(self.inputs)).flatten().to(self.device)]
 
     def run(self, x: Tensor, rows: PagedRows, cache: Tensor, policy: Policy) -> Tensor:
+        groups = RowGroups(rows.positions, rows.slots, [rows])
         states = run_layers(
-            self.layers, x, None, self.cos, self.sin, rows, cache[0], cache[1], policy
+            self.layers, x, None, self.cos, self.sin, groups, cache[0], cache[1], policy
         )
         return rms_norm(states[-1], self.norm, EPS)
 

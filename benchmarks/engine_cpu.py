@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from peagle.checkpoints.targets import load_target
 from peagle.config import EngineConfig
 from peagle.engine.engine import Engine, Speculation
 from peagle.files import write_json
-from peagle.models.drafter import CacheLayout, Draft, DraftBatch, SequenceDraft
+from peagle.models.drafter import CacheLayout, SequenceDraft
 from peagle.provenance import provenance
 from peagle.sampling_params import SamplingParams
 
@@ -54,11 +54,11 @@ class OracleDrafter:
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens  # prompt and answer
 
-    def propose(self, batch: DraftBatch) -> Draft:
-        return [
-            SequenceDraft(self.tokens[len(s.history) : len(s.history) + s.num_draft_tokens])
-            for s in batch.sequences
-        ]
+    def propose(
+        self, histories: Sequence[Sequence[int]], counts: Sequence[int]
+    ) -> list[SequenceDraft]:
+        asked = zip(histories, counts, strict=True)
+        return [SequenceDraft(self.tokens[len(h) : len(h) + count]) for h, count in asked]
 
 
 def prompt_ids(folder: Path) -> list[int]:

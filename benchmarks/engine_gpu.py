@@ -27,7 +27,6 @@ from peagle.checkpoints.targets import eos_token_ids, load_target
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.data.chat import chat_token_ids
 from peagle.data.prompts import read_prompts
-from peagle.engine.build import build_engine
 from peagle.engine.engine import Engine
 from peagle.engine.loading import load_speculation
 from peagle.files import write_json
@@ -77,7 +76,7 @@ def closed_loop(
     """-> the requests in order, seconds, and the share of them in which the device was idle."""
     requests: list[Any] = []
     waiting = iter(prompts)
-    busy_before = engine.stats.verify_time
+    busy_before = _busy(engine)
     begun = perf_counter()
     running = _submit(engine, waiting, params, requests, concurrency)
     while running:
@@ -85,8 +84,11 @@ def closed_loop(
         ended = sum(new.request.finish_reason is not None for new in news)
         running += _submit(engine, waiting, params, requests, ended) - ended
     seconds = perf_counter() - begun
-    busy = engine.stats.verify_time - busy_before
-    return requests, seconds, 1.0 - busy / seconds
+    return requests, seconds, 1.0 - (_busy(engine) - busy_before) / seconds
+
+
+def _busy(engine: Engine) -> float:
+    return engine.stats.draft_time + engine.stats.verify_time
 
 
 def _submit(
@@ -148,6 +150,7 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[3, 5, 7, 11])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--waves", type=int, default=3)
     parser.add_argument("--least", type=int, default=16)
@@ -161,14 +164,14 @@ def main() -> None:
     device = torch.device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = load_target(folder, dtype=dtype, device=device).requires_grad_(False)
-    config = EngineConfig(max_num_seqs=max(args.concurrency), max_model_len=2048)
+    config = EngineConfig(max_num_seqs=max(args.concurrency), max_model_len=args.max_model_len)
     engines: dict[str, Engine] = {}
     cells = []
     for head in [None, *args.head]:
         wanted = SpeculativeConfig(model=head, num_speculative_tokens=max(args.depths))
         speculation = load_speculation(wanted, target) if head else None
         name = speculation.drafter.method if speculation else "none"
-        engines[name] = build_engine(
+        engines[name] = Engine(
             target, config, eos_token_ids=eos_token_ids(folder), speculation=speculation
         )
         deepest = speculation.drafter.max_speculative_tokens if speculation else 0

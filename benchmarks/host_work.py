@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from engine_gpu import closed_loop
-from torch import Tensor
 
 from peagle.bench.backend_client import BackendClient
 from peagle.bench.driver import Load, drive
@@ -25,12 +24,15 @@ from peagle.bench.prompter import Prompter
 from peagle.bench.workloads import load_workload
 from peagle.config import EngineConfig
 from peagle.engine.blocks import BlockAllocator
-from peagle.engine.lanes.engine import LaneEngine
-from peagle.engine.lanes.graphs import Mark, Report, Steps
-from peagle.engine.lanes.steps import DecodeShape, PrefillShape
+from peagle.engine.clock import Mark
+from peagle.engine.engine import Engine
+from peagle.engine.host_sampling import HostSampling
 from peagle.engine.llm import LLM
+from peagle.engine.runner import Report, Runner
+from peagle.engine.scheduler import Chunk
+from peagle.engine.step import StepShape
 from peagle.files import write_json
-from peagle.kernels.plain.lanes import HEADER
+from peagle.kernels.plain.batch import HEADER
 from peagle.provenance import provenance
 from peagle.sampling_params import SamplingParams
 
@@ -39,37 +41,45 @@ TOKEN = 260  # ends nothing
 PER_STEP = 4  # tokens that a step with drafts gives
 
 
-class FakedSteps(Steps):
-    """Each lane says PER_STEP tokens a step, or one where nothing is drafted."""
+class FakedRunner(Runner):
+    """Each slot says PER_STEP tokens a step, or one where nothing is drafted."""
 
-    def decode(self, shape: DecodeShape, lanes: Sequence[int]) -> Report:
+    def run(
+        self,
+        shape: StepShape,
+        slots: Sequence[int],
+        caps: Sequence[int],
+        chunks: Sequence[Chunk],
+        host: HostSampling | None = None,
+    ) -> Report:
+        shape = self._padded(shape, chunks)
+        self._inputs(shape, slots, caps, chunks)  # as for a device
         rows = torch.full((shape.batch, HEADER + shape.depth + 1), TOKEN)
         rows[:, 0], rows[:, 1], rows[:, 2] = min(PER_STEP, shape.depth + 1), shape.depth, 0
-        return Report(rows, Mark(rows.device))
-
-    def prefill(self, shape: PrefillShape, inputs: Tensor) -> Report:
-        rows = torch.tensor([[TOKEN, 0]]).expand(shape.num_items, 2)
         return Report(rows, Mark(rows.device))
 
 
 def faked_llm(streams: int, depth: int) -> LLM:
     head = {"model": "smollm2-135m-p-eagle", "num_speculative_tokens": depth}
     sizes: dict[str, Any] = {
+        "device": "cpu",
         "max_num_seqs": streams,
         "max_model_len": 1024,
         "kv_cache_memory_bytes": MEMORY,
     }
     llm = LLM("smollm2-135m", speculative_config=head if depth else None, **sizes)
-    engine = LaneEngine(
+    engine = Engine(
         llm.engine.target,
         EngineConfig(**sizes, max_num_batched_tokens=2048),
         eos_token_ids=sorted(llm.engine.eos_token_ids),
         speculation=llm.engine.speculation,
+        static_shapes=True,
+        async_scheduling=True,
     )
-    engine.steps = engine._prompts.steps = FakedSteps(engine.models)
+    engine.runner = FakedRunner(engine.runner.models, [None] * streams, static=True)
     # Blocks as on a GPU, where they need not follow each other.
     blocks = BlockAllocator(engine.allocator.num_blocks, 16, contiguous=False)
-    engine.allocator = engine.seating.allocator = blocks
+    engine.allocator = engine.scheduler.allocator = blocks
     llm.engine = engine
     return llm
 

@@ -38,10 +38,7 @@ KINDS = {  # how a kernel's name tells what it is for; the first that fits
     "choosing tokens": ("peaks_kernel", "merge_kernel", "scores_kernel", "borders_kernel"),
     "laws": ("masses_kernel", "laws_kernel"),
     "rejection": ("coins_kernel", "accept_kernel", "sums_kernel", "draw_kernel"),
-    "lane bookkeeping": (
-        *("_begin", "_plan", "_expand", "_embed", "_gather_taps"),
-        *("_pick", "_commit", "_keep_taps"),
-    ),
+    "bookkeeping of the batch": ("_begin", "_plan", "_expand", "_embed", "_pick", "_commit"),
 }
 
 
@@ -58,20 +55,19 @@ def weight_bytes(module: torch.nn.Module) -> int:
 
 def floor_bytes(bench: Bench, batch: int, depth: int, context: int) -> dict[str, float]:
     """What must be read once: the weights that a step uses, and the keys and values."""
-    engine = bench.engine
-    target = engine.target
+    models = bench.models
+    target, drafting = models.target, models.drafting
     table = target.embed_tokens.weight
     rows_only = 0 if target.config.tie_word_embeddings else table.numel() * table.element_size()
     parts: dict[str, float] = {"target weights": weight_bytes(target) - rows_only}
-    caches = [engine.runner.target_cache]
-    if depth and engine.speculation is not None:
-        network: Any = engine.speculation.drafter.network  # type: ignore[attr-defined]
+    caches = [models.model.cache]
+    if depth and drafting is not None:
+        network: Any = drafting.drafter.network  # type: ignore[attr-defined]
         own = weight_bytes(network)
         output = network.output_weight()
         shared = 0 if network.lm_head is not None else output.numel() * output.element_size()
         parts["drafter weights, output table"] = own + shared
-        assert engine.runner.draft_cache is not None
-        caches.append(engine.runner.draft_cache)
+        caches.append(drafting.model.cache)
     per_token = sum(2 * c.keys.stride(0) // c.keys.shape[1] * c.keys.shape[0] * 2 for c in caches)
     parts["keys and values"] = batch * context * per_token
     return parts

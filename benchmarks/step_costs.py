@@ -16,6 +16,7 @@ import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -26,9 +27,9 @@ from peagle.checkpoints.heads import load_head
 from peagle.checkpoints.references import resolve_model
 from peagle.checkpoints.targets import load_target
 from peagle.config import EngineConfig
-from peagle.engine.engine import Speculation
-from peagle.engine.lanes.engine import LaneEngine
-from peagle.engine.lanes.steps import DecodeShape, DecodeStep
+from peagle.engine.engine import Engine, Speculation
+from peagle.engine.runner import BATCH_SIZES, padded
+from peagle.engine.step import Step, StepShape, Verified
 from peagle.files import write_json
 from peagle.models.config import DecoderConfig
 from peagle.models.eagle import EagleNetwork, shared_tables
@@ -110,7 +111,11 @@ def timers() -> tuple[Any, Any]:
 
 
 def milliseconds(function: Callable[[], object]) -> float:
-    """Median time of a CUDA graph of the function."""
+    """Median time of a CUDA graph of the function; without a GPU, a rehearsal, of the function."""
+    if not torch.cuda.is_available():
+        begun_at = perf_counter()
+        function()
+        return 1000 * (perf_counter() - begun_at)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -133,7 +138,7 @@ def milliseconds(function: Callable[[], object]) -> float:
 
 
 class Bench:
-    """One engine whose lanes are put at a context by hand; requests are never asked for."""
+    """One engine whose slots are put at a context by hand; requests are never asked for."""
 
     def __init__(self, target: TargetModel, drafter: Any, args: argparse.Namespace) -> None:
         config = EngineConfig(
@@ -142,29 +147,36 @@ class Bench:
             max_num_batched_tokens=1024,
         )
         speculation = None if drafter is None else Speculation(drafter, max(args.depths))
-        self.engine = LaneEngine(target, config, speculation=speculation)
-        self.device = target.embed_tokens.weight.device
+        self.engine = Engine(target, config, speculation=speculation, static_shapes=True)
+        self.models = models = self.engine.runner.models
+        # Nobody writes the context: what memory happens to hold may be NaN, which would end slots.
+        paged = [models.model, *([models.drafting.model] if models.drafting else [])]
+        for cache in (model.cache for model in paged):
+            cache.keys.zero_()
+            cache.values.zero_()
 
     def place(self, batch: int, context: int, depth: int) -> bool:
         """False if the cache cannot hold that many tokens."""
-        engine, state = self.engine, self.engine.models.state
-        size = engine.allocator.block_size
-        per_lane = -(-(context + HEADROOM) // size)
-        if batch * per_lane > engine.allocator.num_blocks:
+        allocator, state = self.engine.allocator, self.models.state
+        per_slot = allocator.blocks_for(context + HEADROOM)
+        if batch * per_slot > allocator.num_blocks:
             return False
-        blocks = torch.arange(batch * per_lane, dtype=torch.int32).view(batch, per_lane)
-        state.block_tables[:batch, :per_lane] = blocks.to(self.device)
+        blocks = torch.arange(batch * per_slot, dtype=torch.int32).view(batch, per_slot)
+        state.block_tables[:batch, :per_slot] = blocks.to(state.block_tables.device)
         state.num_computed[:batch] = context
-        state.draft_starts[:batch] = context - min(depth + 1, 4)
         state.limits[:batch] = context + HEADROOM
         state.num_prompt[:batch] = 1
-        state.wanted_drafts[:batch] = depth
+        state.max_drafts[:batch] = depth
+        state.num_drafts[:batch] = depth
+        state.capacity[:batch] = per_slot * allocator.block_size
         return True
 
-    def step(self, batch: int, depth: int, context: int) -> DecodeStep:
-        splits = self.engine.splits_for(batch, context)
-        step = DecodeStep(self.engine.models, DecodeShape(batch, depth, "greedy", splits))
-        step.inputs.copy_(torch.arange(batch))
+    def step(self, batch: int, depth: int, context: int) -> Step:
+        splits = self.engine.runner.num_splits(batch, context)
+        size = padded(batch, BATCH_SIZES)
+        step = Step(self.models, StepShape(size, depth, "greedy", num_splits=splits))
+        step.fields.slots[:batch] = torch.arange(batch)
+        step.fields.caps.fill_(depth)
         return step
 
     @torch.inference_mode()
@@ -172,22 +184,24 @@ class Bench:
         if not self.place(batch, context, depth):
             return None
         step = self.step(batch, depth, context)
-        models = self.engine.models
-        counts = models.ops.begin_step(models.state, step.inputs, depth, context + 1000)
-        drafts = torch.zeros(batch, depth, dtype=torch.int64, device=self.device)
-        choice = step._choosing(counts)
-        verify_ms = milliseconds(lambda: choice.judge(step._verify(drafts, counts)[0], drafts))
-        costs = {"verify_ms": verify_ms}
-        if depth:
-            costs["draft_ms"] = milliseconds(
-                lambda: step._propose(models.drafting, counts, choice.draft)
-            )
+
+        def restart() -> None:
+            """A replay must not wander off."""
+            self.models.state.num_computed[:batch] = context
+
+        def verify() -> Verified:
+            restart()
+            return step.verify()
 
         def whole() -> Tensor:
-            state = models.state
-            state.num_computed[:batch] = context  # a replay must not wander off
+            restart()
             return step()
 
+        costs = {"verify_ms": milliseconds(verify)}
+        if depth:
+            verified = verify()
+            assert int(verified.committed.num_drafts[:batch].min()) == depth, "a slot has ended"
+            costs["draft_ms"] = milliseconds(lambda: step.draft(verified))
         costs["step_ms"] = milliseconds(whole)
         return costs
 
@@ -211,10 +225,11 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--context", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--quantization", choices=["fp8"])
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
-    device = torch.device("cuda")
+    device = torch.device(args.device)
     sizes = QWEN3_8B if args.shape == "qwen3-8b" else QWEN3_8B | {"num_hidden_layers": 4}
     target = (
         load_target(resolve_model(args.model), dtype=torch.bfloat16, device=device)
@@ -238,7 +253,8 @@ def main() -> None:
                     write(rows, args)  # an interrupted run keeps what it has
         del bench
         gc.collect()
-        torch.cuda.empty_cache()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def for_simulate(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

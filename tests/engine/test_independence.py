@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.engine.kv_cache import slot_bytes
-from peagle.engine.kv_cache import target_layout
+from peagle.engine.kv_cache import slot_bytes, target_layout
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams

@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from peagle.engine.blocks import BlockTable
-from peagle.engine.kv_cache import PagedKVCache
-from peagle.engine.runner import target_layout
+from peagle.engine.kv_cache import PagedKVCache, target_layout
 from peagle.kernels import layer as kernel_module
 from peagle.kernels.layer import LayersKernel, kernel_takes, layers_function
 from peagle.kernels.linear import MAX_ROWS

@@ -1,17 +1,26 @@
-"""Drives a drafter as the engine does: a real paged cache, batches, partial acceptance."""
+"""Drives a drafter as the engine's steps do: a real paged cache, batches, partial acceptance."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from models import tiny
-from peagle.models.attention import Attention
-from peagle.models.drafter import Choice, Draft, DraftBatch, Drafter, DraftSequence, Span
+from peagle.engine.blocks import BlockTable
+from peagle.engine.row_layouts import ExactLayout, PaddedLayout, PagedModel, RowLayout
+from peagle.kernels.step_ops import step_ops
+from peagle.models.drafter import DraftBatch, NetworkDrafter, Packing, PromptRows, RowItems, Rows
+from peagle.models.output import OutputRows
+
+CPU = torch.device("cpu")
+OPS = step_ops(CPU)
+ROWS_PER_ITEM = 4  # of prompts, where shapes are padded
+BLOCK_SIZE = 4
 
 
 class Text(NamedTuple):
@@ -40,86 +49,203 @@ def make_texts(lengths: Sequence[int], tap_size: int) -> list[Text]:
 
 
 class GreedyChooser:
-    """Picks the most likely token and keeps the logits it saw, by sequence and depth."""
+    """Picks the most likely token and keeps the logits of wanted drafts, by item and depth."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_drafts: Sequence[int], *, padded: bool) -> None:
+        self.num_drafts, self.padded = num_drafts, padded
         self.seen: dict[tuple[int, int], Tensor] = {}
 
-    def __call__(
-        self, logits: Tensor, sequences: Sequence[int], depths: Sequence[int], ids: Tensor | None
-    ) -> Choice:
-        for row, sequence, depth in zip(logits, sequences, depths, strict=True):
-            assert (sequence, depth) not in self.seen
-            self.seen[sequence, depth] = row
-        best = logits.argmax(-1)
-        return Choice(best if ids is None else ids[best], None)
+    def __call__(self, output: OutputRows, first: int, packing: Packing) -> Tensor:
+        logits, count = output.logits(), packing.rows_per_item
+        by_item = packing.put(logits).view(len(self.num_drafts), count, -1)
+        asked = [(b, j) for b, k in enumerate(self.num_drafts) for j in range(count)]
+        wanted = [(b, j) for b, j in asked if first + j < self.num_drafts[b]]
+        assert len(logits) == (len(asked) if self.padded else len(wanted))
+        for b, j in wanted:
+            assert (b, first + j) not in self.seen
+            self.seen[b, first + j] = by_item[b, j]
+        best = by_item.argmax(-1)
+        return best if output.ids is None else output.ids[best]
 
 
-def serve(drafter: Drafter, texts: Sequence[Text], max_k: int, seed: int = 0) -> list[Served]:
+@dataclass
+class Sequences:
+    """Where each text stands."""
+
+    known: list[int]  # tokens; at first those of the prompt
+    unfed: list[int]  # of the prompt's rows but the newest token's, how many are left
+    drafted: list[int]  # how many drafts the next step verifies
+
+
+class Decode(NamedTuple):
+    """A text whose newest token was computed in this step, and what it gave."""
+
+    text: int
+    start: int
+    num_new: int
+    num_drafts: int  # asked for
+
+
+class Chunk(NamedTuple):
+    text: int
+    first: int
+    length: int
+
+
+class Server:
+    """`padded`: as under CUDA graphs; otherwise rows that are not real are left out."""
+
+    def __init__(
+        self, drafter: NetworkDrafter, texts: Sequence[Text], max_k: int, seed: int, *, padded: bool
+    ) -> None:
+        self.drafter, self.texts, self.max_k, self.padded = drafter, texts, max_k, padded
+        assert drafter.cache_layout is not None
+        lengths = [len(t.tokens) + max_k for t in texts]
+        tables, num_slots = tiny.shuffled_tables(lengths, BLOCK_SIZE, seed)
+        assert drafter.max_positions is not None
+        self.model = PagedModel(
+            tiny.poisoned_cache(drafter.cache_layout, num_slots), drafter.max_positions - 1
+        )
+        self.layout = make_layout(tables, padded=padded)
+
+    def propose(self, decodes: Sequence[Decode], chunks: Sequence[Chunk]) -> list[Served]:
+        """One step's draft; -> a proposal for each text that asked for one."""
+        num_drafts = [d.num_drafts for d in decodes]
+        items = list(decodes)
+        if self.padded:
+            items.append(Decode(len(self.texts), 0, 0, 0))  # the padding slot
+            num_drafts.append(0)
+        chooser = GreedyChooser(num_drafts, padded=self.padded)
+        depth = self.layout.depth(torch.tensor(num_drafts), self.max_k)
+        prompt = self._prompt(chunks) if chunks or self.padded else None
+        if not depth and prompt is None:
+            return []
+        drafts = self.drafter.propose(self._batch(items, max(depth, 1), prompt, chooser))
+        out = []
+        for n, (text, start, num_new, k) in enumerate(decodes):
+            if k:
+                logits = torch.stack([chooser.seen.pop((n, j)) for j in range(k)])
+                out.append(Served(text, start + num_new + 1, logits, drafts[n, :k].tolist()))
+        assert not chooser.seen
+        return out
+
+    def _batch(
+        self,
+        items: Sequence[Decode],
+        depth: int,
+        prompt: PromptRows | None,
+        chooser: GreedyChooser,
+    ) -> DraftBatch:
+        width = self.max_k + 1 if self.padded else max((d.num_new for d in items), default=1)
+        tokens = torch.full((len(items), width), 3)  # what the target said behind rejected drafts
+        taps = self._unread(len(items) * width)
+        num_real = [d.num_new if d.num_drafts else 0 for d in items]
+        for n, (item, count) in enumerate(zip(items, num_real, strict=True)):
+            if count:
+                text, rows = self.texts[item.text], slice(item.start, item.start + count)
+                tokens[n, :count] = text.tokens[item.start + 1 : item.start + count + 1]
+                taps[n * width : n * width + count] = text.taps[rows]
+        return DraftBatch(
+            slots=_column(d.text for d in items),
+            tokens=tokens,
+            taps=taps,
+            starts=_column(d.start for d in items),
+            num_real=_column(num_real),
+            num_drafts=_column(d.num_drafts for d in items),
+            depth=depth,
+            prompt=prompt,
+            attend=self._attend,
+            pack=self.layout.pack,
+            choose=chooser,
+            ops=OPS,
+        )
+
+    def _attend(self, items: Sequence[RowItems]) -> Rows:
+        return self.layout.rows(self.model, items, 1)
+
+    def _prompt(self, chunks: Sequence[Chunk]) -> PromptRows:
+        size = ROWS_PER_ITEM if self.padded else max(chunk.length for chunk in chunks)
+        parts = [
+            Chunk(text, first + offset, min(size, length - offset))
+            for text, first, length in chunks
+            for offset in range(0, length, size)
+        ]
+        if self.padded:
+            parts.append(Chunk(len(self.texts), 0, 0))
+        tokens, taps = torch.full((len(parts) * size,), 3), self._unread(len(parts) * size)
+        for n, (text, first, length) in enumerate(parts):
+            if length:
+                own = slice(n * size, n * size + length)
+                tokens[own] = self.texts[text].tokens[first + 1 : first + length + 1]
+                taps[own] = self.texts[text].taps[first : first + length]
+        columns = (_column(column) for column in zip(*parts, strict=True))
+        return PromptRows(tokens, taps, RowItems(*columns, size))
+
+    def _unread(self, num_rows: int) -> Tensor:
+        """NaN: a row that is not real must not reach one that is."""
+        return torch.full((num_rows, self.texts[0].taps.shape[1]), torch.nan, dtype=torch.float64)
+
+
+def make_layout(tables: Sequence[BlockTable], *, padded: bool) -> RowLayout:
+    if not padded:
+        return ExactLayout(tables)
+    width = max(len(table.blocks) for table in tables)
+    rows = [table.blocks + [0] * (width - len(table.blocks)) for table in tables]
+    block_tables = torch.tensor([*rows, [0] * width], dtype=torch.int32)  # the last is padding
+    return PaddedLayout(OPS, block_tables, BLOCK_SIZE)
+
+
+def _column(values: Iterable[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64)
+
+
+def serve(
+    drafter: NetworkDrafter,
+    texts: Sequence[Text],
+    max_k: int,
+    seed: int = 0,
+    *,
+    padded: bool = False,
+) -> list[Served]:
     """Reveals the texts step by step as if drafts were partly accepted; -> all proposals.
 
-    Rows reach the drafter in prefill chunks, then 1 to k + 1 at a time. Sequences join late,
-    differ in k, and sometimes want no drafts at all.
+    Prompts come in chunks beside others' newest tokens, or their own; then each step gives 1 to
+    k + 1 tokens. Sequences join late, differ in k, and some ask for no drafts at their end.
     """
     chance = random.Random(seed)
-    assert drafter.cache_layout is not None
-    tables, num_slots = tiny.shuffled_tables([len(t.tokens) + max_k for t in texts], seed=seed)
-    cache = tiny.poisoned_cache(drafter.cache_layout, num_slots)
-    fed = [0] * len(texts)  # rows that the drafter has seen
-    known = [chance.randint(2, len(t.tokens) // 2) for t in texts]
+    server = Server(drafter, texts, max_k, seed, padded=padded)
+    known = [chance.randint(1, len(t.tokens) // 2) for t in texts]
+    at = Sequences(known, unfed=[n - 1 for n in known], drafted=[0] * len(texts))
     out: list[Served] = []
-    while any(k < len(t.tokens) for k, t in zip(known, texts, strict=True)):
-        batch = [
-            n for n, t in enumerate(texts) if known[n] < len(t.tokens) and chance.random() < 0.7
-        ]
-        if not batch:
-            continue
-        sequences = [
-            _next_rows(texts[n], fed[n], known[n], chance.randint(0, max_k), chance) for n in batch
-        ]
-        chooser = GreedyChooser()
-
-        def attend(spans: Sequence[Span], batch: list[int] = batch) -> tuple[Attention, Tensor]:
-            attention = cache.attention([tables[n] for n in batch], spans)
-            return attention, attention.positions
-
-        draft = drafter.propose(DraftBatch(sequences, attend, chooser))
-        out += _collect(batch, sequences, draft, chooser, known)
-        for n, sequence in zip(batch, sequences, strict=True):
-            fed[n] += len(sequence.token_ids)
-            if fed[n] == known[n] - 1:  # prefill is over: the target has verified the drafts
-                accepted = chance.randint(0, sequence.num_draft_tokens)
-                known[n] = min(known[n] + accepted + 1, len(texts[n].tokens))
+    while any(known < len(t.tokens) for known, t in zip(at.known, texts, strict=True)):
+        decodes: list[Decode] = []
+        chunks: list[Chunk] = []
+        for n in chance.sample(range(len(texts)), len(texts)):
+            if at.known[n] < len(texts[n].tokens) and chance.random() < 0.7:
+                _schedule(n, texts[n], at, max_k, chance, decodes, chunks)
+        out += server.propose(decodes, chunks)
     return out
 
 
-def _next_rows(text: Text, fed: int, known: int, k: int, chance: random.Random) -> DraftSequence:
-    end = known - 1
-    if end - fed > 3 and chance.random() < 0.5:  # a chunk of the prefill, which drafts nothing
-        end, k = chance.randint(fed + 1, end - 1), 0
-    return DraftSequence(
-        history=text.tokens[:known].tolist(),
-        start=fed,
-        token_ids=text.tokens[fed + 1 : end + 1],
-        taps=text.taps[fed:end],
-        num_draft_tokens=k,
-    )
-
-
-def _collect(
-    batch: Sequence[int],
-    sequences: Sequence[DraftSequence],
-    draft: Draft,
-    chooser: GreedyChooser,
-    known: Sequence[int],
-) -> list[Served]:
-    assert len(draft) == len(sequences)
-    out = []
-    for index, (n, sequence) in enumerate(zip(batch, sequences, strict=True)):
-        k = sequence.num_draft_tokens
-        assert len(draft[index].token_ids) == k
-        if k:
-            logits = torch.stack([chooser.seen.pop((index, depth)) for depth in range(k)])
-            out.append(Served(n, known[n], logits, draft[index].token_ids))
-    assert not chooser.seen
-    return out
+def _schedule(
+    n: int,
+    text: Text,
+    at: Sequences,
+    max_k: int,
+    chance: random.Random,
+    decodes: list[Decode],
+    chunks: list[Chunk],
+) -> None:
+    """What one text gives to a step: a chunk of its prompt, its newest token, or both."""
+    start, left = at.known[n] - 1, at.unfed[n]
+    if left:
+        length = left if chance.random() < 0.5 else chance.randint(1, left)
+        chunks.append(Chunk(n, start - left, length))
+        at.unfed[n] -= length
+        if length < left or chance.random() < 0.5:
+            return
+    num_new = min(chance.randint(0, at.drafted[n]) + 1, len(text.tokens) - at.known[n])
+    at.known[n] += num_new
+    is_over = at.known[n] == len(text.tokens)
+    at.drafted[n] = chance.randint(0 if is_over else 1, max_k)
+    decodes.append(Decode(n, start, num_new, at.drafted[n]))

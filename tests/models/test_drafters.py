@@ -14,8 +14,8 @@ from torch import Tensor
 from models import serving, tiny
 from models.naive import NaiveHead
 from peagle.checkpoints.heads import save_head
-from peagle.models.attention import MaskedAttention, causal_attention
-from peagle.models.drafter import Choice, DraftBatch, DraftSequence
+from peagle.models.attention import MaskedAttention
+from peagle.models.drafter import NetworkDrafter
 from peagle.models.eagle import EagleNetwork
 from peagle.models.eagle3 import Eagle3Drafter
 from peagle.models.masks import Elements, dense_mask
@@ -47,6 +47,13 @@ EAGLE3_HEADS: dict[str, dict[str, Any]] = {
     "reduced-own-tables": {**REDUCED, **OWN_TABLES, "norm_output": True},
     "narrow": NARROW,
 }
+FORMS = pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
+METHODS = pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+
+
+def drafter_of(network: EagleNetwork) -> NetworkDrafter:
+    is_parallel = network.config.method == "p-eagle"
+    return PEagleDrafter(network) if is_parallel else Eagle3Drafter(network)
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +83,14 @@ def training_logits(network: EagleNetwork, text: serving.Text, shuffle: bool) ->
     return dict(zip(keys, network.logits(hidden), strict=True))
 
 
+@FORMS
 @pytest.mark.parametrize("name", P_EAGLE_HEADS)
 def test_training_logits_at_anchor_and_depth_are_those_of_the_proposed_token(
-    name: str, target: TargetModel
+    name: str, padded: bool, target: TargetModel
 ) -> None:
     network = tiny.head(target, **P_EAGLE_HEADS[name])
     texts = serving.make_texts([40, 31, 12], network.fc.in_features)
-    served = serving.serve(PEagleDrafter(network), texts, K)
+    served = serving.serve(PEagleDrafter(network), texts, K, padded=padded)
     assert {len(s.drafted) for s in served} == {1, 2, 3, 4, 5}
     trained = [training_logits(network, t, shuffle=n > 0) for n, t in enumerate(texts)]
     for text, known, logits, _ in served:
@@ -119,66 +127,46 @@ def test_eagle3_equals_the_naive_drafter(name: str, target: TargetModel, tmp_pat
         assert drafted == second.target_ids[wanted.argmax(-1)].tolist()
 
 
-@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+@METHODS
 def test_proposals_do_not_depend_on_the_steps_before(method: str, target: TargetModel) -> None:
     network = tiny.head(target, method, **REDUCED)
-    drafter = PEagleDrafter(network) if method == "p-eagle" else Eagle3Drafter(network)
     texts = serving.make_texts([40, 37, 20], network.fc.in_features)
     seen: dict[Any, Tensor] = {}
     for seed in range(3):
-        for text, known, logits, _ in serving.serve(drafter, texts, K, seed):
+        for text, known, logits, _ in serving.serve(drafter_of(network), texts, K, seed):
             for depth, row in enumerate(logits):
                 earlier = seen.setdefault((text, known, depth), row)
                 torch.testing.assert_close(row, earlier)
 
 
-@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
-def test_laws_are_cut_to_each_sequence(method: str, target: TargetModel) -> None:
+@METHODS
+@pytest.mark.parametrize("seed", range(3))
+def test_padded_rows_give_the_drafts_of_exact_ones(
+    method: str, seed: int, target: TargetModel
+) -> None:
+    network = tiny.head(target, method, **REDUCED)
+    texts = serving.make_texts([25, 19, 12, 5], network.fc.in_features)
+    exact = serving.serve(drafter_of(network), texts, K, seed)
+    padded = serving.serve(drafter_of(network), texts, K, seed, padded=True)
+    for ours, theirs in zip(padded, exact, strict=True):
+        assert ours[:2] == theirs[:2]
+        torch.testing.assert_close(ours.logits, theirs.logits)
+        assert ours.drafted == theirs.drafted
+
+
+@FORMS
+@METHODS
+def test_prompts_alone_fill_the_cache(method: str, padded: bool, target: TargetModel) -> None:
+    """A step without newest tokens drafts nothing, and later ones read what it wrote."""
     network = tiny.head(target, method)
-    drafter = PEagleDrafter(network) if method == "p-eagle" else Eagle3Drafter(network)
-    counts = [2, 0, 3]
-    texts = serving.make_texts([4, 5, 3], network.fc.in_features)
-    tables, num_slots = tiny.shuffled_tables([8, 8, 8])
-    cache = tiny.poisoned_cache(drafter.cache_layout, num_slots)
-
-    def attend(spans: Any) -> Any:
-        attention = cache.attention(tables, spans)
-        return attention, attention.positions
-
-    def choose(logits: Tensor, sequences: Any, depths: Any, ids: Any) -> Choice:
-        marks = torch.tensor([10 * s + d for s, d in zip(sequences, depths, strict=True)])
-        return Choice(marks, marks[:, None].repeat(1, 2))
-
-    sequences = [
-        DraftSequence([], 0, t.tokens[1:], t.taps[:-1], k)
-        for t, k in zip(texts, counts, strict=True)
-    ]
-    draft = drafter.propose(DraftBatch(sequences, attend, choose))
-    assert [d.token_ids for d in draft] == [[0, 1], [], [20, 21, 22]]
-    for one in draft:
-        if one.token_ids:
-            assert one.probabilities is not None
-            assert one.probabilities[:, 0].tolist() == one.token_ids
-        else:
-            assert one.probabilities is None or len(one.probabilities) == 0
-
-
-@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
-def test_a_batch_in_prefill_drafts_nothing(method: str, target: TargetModel) -> None:
-    network = tiny.head(target, method)
-    drafter = PEagleDrafter(network) if method == "p-eagle" else Eagle3Drafter(network)
-    text = serving.make_texts([6], network.fc.in_features)[0]
-    positions = torch.arange(5)
-
-    def choose(*_: Any) -> Choice:
-        raise AssertionError("nothing was to be drafted")
-
-    batch = DraftBatch(
-        [DraftSequence([], 0, text.tokens[1:], text.taps[:-1], 0)],
-        lambda spans: (causal_attention(positions), positions),
-        choose,
-    )
-    assert [d.token_ids for d in drafter.propose(batch)] == [[]]
+    texts = serving.make_texts([9, 6], network.fc.in_features)
+    server = serving.Server(drafter_of(network), texts, K, 0, padded=padded)
+    assert server.propose([], [serving.Chunk(1, 0, 3), serving.Chunk(0, 0, 6)]) == []
+    (alone,) = server.propose([serving.Decode(0, 6, 1, K)], [])
+    again = serving.Server(drafter_of(network), texts, K, 0, padded=padded)
+    (beside,) = again.propose([serving.Decode(0, 6, 1, K)], [serving.Chunk(0, 0, 6)])
+    torch.testing.assert_close(alone.logits, beside.logits)
+    assert not alone.logits.isnan().any()
 
 
 def test_rollout_rows_are_the_rows_of_the_general_rollout(target: TargetModel) -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle.models.drafter import DraftBatch, DraftSequence
 from peagle.models.ngram import NgramDrafter
 
 histories = st.lists(st.integers(0, 3), max_size=30)
@@ -19,13 +15,8 @@ def draft(history: list[int], count: int, shortest: int = 2, longest: int = 4) -
 
 
 def drafts(asked: list[tuple[list[int], int]], shortest: int, longest: int) -> list[list[int]]:
-    def unused(*_: Any) -> Any:
-        raise AssertionError("an n-gram drafter runs no model")
-
-    nothing = torch.empty(0, dtype=torch.long)
-    sequences = [DraftSequence(h, len(h) - 1, nothing, None, k) for h, k in asked]
-    batch = DraftBatch(sequences, unused, unused)
-    return [d.token_ids for d in NgramDrafter(shortest, longest).propose(batch)]
+    histories, counts = [h for h, _ in asked], [k for _, k in asked]
+    return [d.token_ids for d in NgramDrafter(shortest, longest).propose(histories, counts)]
 
 
 def defined(history: list[int], count: int, shortest: int, longest: int) -> list[int]:

@@ -21,7 +21,7 @@ from transformers import (
 from models import tiny
 from peagle.checkpoints.references import load_tokenizer, resolve_model
 from peagle.checkpoints.targets import load_target
-from peagle.engine.runner import target_layout
+from peagle.engine.kv_cache import target_layout
 from peagle.models.attention import causal_attention
 from peagle.models.drafter import Span
 from peagle.models.target import TargetModel
@@ -151,7 +151,8 @@ def test_chunks_of_several_sequences_through_the_paged_cache_equal_transformers(
             done[span.sequence] += span.length
     for text, parts in zip(texts, outputs, strict=True):
         hidden, taps = (torch.cat(part) for part in zip(*parts, strict=True))
-        check(target, hidden, taps, expected(family.reference, text), 1e-5)
+        # Chunks sum in another order; 1.1e-5 was seen on one CPU.
+        check(target, hidden, taps, expected(family.reference, text), 2e-5)
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "llama-tied", "qwen3-bias-window"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,9 @@ from torch import Tensor
 
 from peagle.data.dataset import Dataset
 from peagle.models.attention import causal_attention
-from peagle.models.drafter import Choice, DraftBatch, DraftSequence
+from peagle.models.drafter import Packing
 from peagle.models.eagle3 import Eagle3Drafter
+from peagle.models.output import OutputRows
 from peagle.models.p_eagle import PEagleDrafter
 from peagle.models.target import TargetModel
 from peagle.speculation.statistics import SpecDecodeStats
@@ -27,11 +27,9 @@ K = 4
 PROMPT = 3
 
 
-def argmax(
-    logits: Tensor, sequences: Sequence[int], depths: Sequence[int], ids: Tensor | None
-) -> Choice:
-    said = logits.argmax(-1)
-    return Choice(said if ids is None else ids[said], None)
+def argmax(output: OutputRows, first: int, packing: Packing) -> Tensor:
+    said = output.logits().argmax(-1)
+    return (said if output.ids is None else output.ids[said])[None]
 
 
 def drafted_walk(
@@ -44,11 +42,10 @@ def drafted_walk(
     stats = SpecDecodeStats()
     newest = PROMPT
     while newest < len(tokens) - 1:
-        sequence = DraftSequence([], 0, tokens[1 : newest + 1], taps[:newest], k)
-        (draft,) = drafter.propose(DraftBatch([sequence], tiny.GrowingCache().attend, argmax))
+        draft = tiny.propose(drafter, tokens[: newest + 1], taps, k, argmax)
         truth = tokens[newest + 1 : newest + 1 + k].tolist()
         accepted = 0
-        while accepted < len(truth) and draft.token_ids[accepted] == truth[accepted]:
+        while accepted < len(truth) and draft[accepted] == truth[accepted]:
             accepted += 1
         stats.observe(k, accepted)
         newest += accepted + 1
@@ -97,11 +94,10 @@ def easy_documents(drafter: PEagleDrafter | Eagle3Drafter, model: TargetModel) -
             positions = torch.arange(len(tokens))
             taps = model(tokens, positions, causal_attention(positions), drafter.tap_layers).taps
             assert taps is not None
-            sequence = DraftSequence([], 0, tokens[1:], taps[:-1], K)
-            (draft,) = drafter.propose(DraftBatch([sequence], tiny.GrowingCache().attend, argmax))
+            draft = tiny.propose(drafter, tokens, taps, K, argmax)
             kept = int(torch.randint(0, K + 1, (1,), generator=generator))
             own = torch.randint(7, 32, (1,), generator=generator)
-            tokens = torch.cat((tokens, torch.tensor(draft.token_ids[:kept]).long(), own))
+            tokens = torch.cat((tokens, torch.tensor(draft[:kept]).long(), own))
         documents.append(tokens)
     return documents
 

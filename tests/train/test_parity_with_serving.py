@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import Tensor
 
 from peagle.models.attention import causal_attention
-from peagle.models.drafter import Choice, DraftBatch, DraftSequence
+from peagle.models.drafter import Packing
 from peagle.models.eagle3 import Eagle3Drafter
+from peagle.models.output import OutputRows
 from peagle.models.p_eagle import PEagleDrafter
 from peagle.models.rollouts import rollout_hidden
 from peagle.train.attention import attention_for
@@ -31,11 +30,10 @@ class TrueTokens:
         self.tokens, self.anchor = tokens, anchor
         self.logits: dict[int, Tensor] = {}
 
-    def __call__(
-        self, logits: Tensor, sequences: Sequence[int], depths: Sequence[int], ids: Tensor | None
-    ) -> Choice:
-        self.logits.update(zip(depths, logits, strict=True))
-        return Choice(self.tokens[torch.tensor(depths) + self.anchor + 2], None)
+    def __call__(self, output: OutputRows, first: int, packing: Packing) -> Tensor:
+        depths = range(first, first + packing.rows_per_item)
+        self.logits.update(zip(depths, output.logits(), strict=True))
+        return self.tokens[None, [depth + self.anchor + 2 for depth in depths]]
 
 
 def served_logits(
@@ -43,8 +41,7 @@ def served_logits(
 ) -> Tensor:
     """[K, V]: what the drafter says when it starts after the token at anchor + 1."""
     chooser = TrueTokens(tokens, anchor)
-    sequence = DraftSequence([], 0, tokens[1 : anchor + 2], taps[: anchor + 1], K)
-    drafter.propose(DraftBatch([sequence], tiny.GrowingCache().attend, chooser))
+    tiny.propose(drafter, tokens[: anchor + 2], taps, K, chooser)
     return torch.stack([chooser.logits[d] for d in range(K)])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,15 @@ from transformers import LlamaConfig
 
 from peagle.data.dataset import DatasetWriter, Row
 from peagle.data.packing import PackedRow, lay_out
-from peagle.models.attention import Attention
+from peagle.engine.blocks import BlockTable
+from peagle.engine.kv_cache import PagedKVCache
+from peagle.engine.row_layouts import ExactLayout, PagedModel
+from peagle.kernels.step_ops import step_ops
 from peagle.models.config import DecoderConfig
-from peagle.models.drafter import Span
+from peagle.models.drafter import DraftBatch, NetworkDrafter, Packing
 from peagle.models.eagle import EagleNetwork, initialise, shared_tables
 from peagle.models.head_config import HeadConfig
+from peagle.models.output import OutputRows
 from peagle.models.target import TargetModel
 from peagle.train.recipe import Recipe, recipe_from
 
@@ -100,25 +104,35 @@ def counting_language(num_rows: int, length: int, seed: int = 0) -> list[Tensor]
     return list((start + step * torch.arange(length)) % VOCAB)
 
 
-class GrowingCache:
-    """The cached attention that a drafter needs, for one sequence and rows that only follow."""
-
-    def __init__(self) -> None:
-        self.past: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def attend(self, spans: Sequence[Span]) -> tuple[Attention, Tensor]:
-        (span,) = spans
-        return self, torch.arange(span.start, span.start + span.length)
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        if layer in self.past:
-            k, v = (torch.cat((a, b)) for a, b in zip(self.past[layer], (k, v), strict=True))
-        self.past[layer] = k, v
-        rows, columns = q.shape[0], k.shape[0]
-        mask = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-        return out[0].transpose(0, 1)
+def propose(
+    drafter: NetworkDrafter,
+    tokens: Tensor,
+    taps: Tensor,
+    k: int,
+    choose: Callable[[OutputRows, int, Packing], Tensor],
+) -> list[int]:
+    """k drafts behind the tokens [n] of one sequence, of which [n - 1] have hidden states."""
+    assert drafter.cache_layout is not None
+    num_rows, block = len(tokens) - 1, BlockTable(len(tokens) + k, range(0))
+    block.append(0)
+    cache = PagedKVCache(drafter.cache_layout, block.capacity, taps.dtype, taps.device)
+    model, layout = PagedModel(cache, block.capacity - 1), ExactLayout([block])
+    batch = DraftBatch(
+        slots=torch.tensor([0]),
+        tokens=tokens[None, 1:],
+        taps=taps[:num_rows],
+        starts=torch.tensor([0]),
+        num_real=torch.tensor([num_rows]),
+        num_drafts=torch.tensor([k]),
+        depth=k,
+        prompt=None,
+        attend=lambda items: layout.rows(model, items, 1),
+        pack=layout.pack,
+        choose=choose,
+        ops=step_ops(taps.device),
+    )
+    drafts: list[int] = drafter.propose(batch)[0].tolist()
+    return drafts
 
 
 def recipe(folder: Path, **sections: dict[str, Any]) -> Recipe:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from peagle.engine.lanes.engine import LaneEngine
+from peagle.engine.lanes.steps import PREFILL_ITEM, DecodeShape
 
 from peagle.config import EngineConfig, Verification
 from peagle.engine.engine import Engine, Speculation
-from peagle.engine.lanes.engine import LaneEngine
-from peagle.engine.lanes.steps import PREFILL_ITEM, DecodeShape
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
 from peagle.engine.lanes import prompts, shapes
 
 from .captured import BATCH

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-
 from peagle.engine.lanes.engine import LaneEngine
 from peagle.engine.lanes.steps import DecodeShape
+
 from peagle.sampling_params import SamplingParams
 
 from .. import tiny

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from peagle.engine.lanes.engine import LaneEngine
+from peagle.engine.lanes.steps import PREFILL_ITEM
 
 from peagle.config import EngineConfig
 from peagle.engine.engine import Speculation
-from peagle.engine.lanes.engine import LaneEngine
-from peagle.engine.lanes.steps import PREFILL_ITEM
 from peagle.kernels.policy import FAST
 from peagle.models.drafter import Drafter
 from peagle.models.eagle import EagleNetwork

@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from peagle.config import EngineConfig, Verification
-from peagle.engine.engine import Engine, Speculation
 from peagle.engine.lanes.engine import LaneEngine
 from peagle.engine.lanes.graphs import Report, Steps
 from peagle.engine.lanes.seats import Seat
 from peagle.engine.lanes.steps import DecodeShape, PrefillShape
+from peagle.models.lane_drafters import LaneDraftBatch, LaneDrafter
+from torch import Tensor
+
+from peagle.config import EngineConfig, Verification
+from peagle.engine.engine import Engine, Speculation
 from peagle.engine.request import Request
 from peagle.models.attention import Attention
 from peagle.models.drafter import DraftBatch, Drafter, SequenceDraft
-from peagle.models.lane_drafters import LaneDraftBatch, LaneDrafter
 from peagle.models.output import OutputRows
 from peagle.models.target import TargetModel
 

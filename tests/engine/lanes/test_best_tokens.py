@@ -7,9 +7,9 @@ from functools import cache
 
 import pytest
 import torch
+from peagle.engine.lanes.engine import LaneEngine
 from torch import Tensor
 
-from peagle.engine.lanes.engine import LaneEngine
 from peagle.kernels import policy
 from peagle.kernels.plain import best_token
 from peagle.kernels.plain.choose import Chosen

@@ -6,11 +6,11 @@ from functools import cache
 
 import pytest
 import torch
+from peagle.engine.lanes.engine import LaneEngine
+from peagle.engine.lanes.seats import Seat
 from torch import Tensor
 
 from peagle.engine.kv_cache import PagedKVCache
-from peagle.engine.lanes.engine import LaneEngine
-from peagle.engine.lanes.seats import Seat
 from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
-
 from peagle.engine.lanes.clock import DeviceClock, Shares
+
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.statistics import SpecDecodeStats
 

@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any
 
 import pytest
-
 from peagle.engine.lanes.engine import LaneEngine
 from peagle.engine.lanes.steps import PREFILL_ITEM
+
 from peagle.engine.request import Request
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel

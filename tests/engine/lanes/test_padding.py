@@ -6,11 +6,11 @@ from functools import cache
 
 import pytest
 import torch
-
 from peagle.engine.lanes import shapes as module
 from peagle.engine.lanes.engine import LaneEngine
 from peagle.engine.lanes.shapes import BATCH_SIZES
 from peagle.kernels.plain.lanes import HEADER
+
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from peagle.engine.blocks import BlockAllocator
-from peagle.engine.kv_cache import slot_bytes
 from peagle.engine.lanes.clock import DeviceClock
 from peagle.engine.lanes.seats import BLOCKS_AHEAD, Seating
 from peagle.engine.lanes.table import LaneTable
+
+from peagle.engine.blocks import BlockAllocator
+from peagle.engine.kv_cache import slot_bytes
 from peagle.engine.request import Request
 from peagle.engine.runner import target_layout
 from peagle.models.drafter import Drafter

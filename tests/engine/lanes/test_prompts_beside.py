@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from torch import Tensor
-
-from peagle.engine.kv_cache import slot_bytes
 from peagle.engine.lanes import prompts as module
 from peagle.engine.lanes.engine import LaneEngine
 from peagle.engine.lanes.graphs import Report
 from peagle.engine.lanes.prefill import next_chunks
 from peagle.engine.lanes.steps import PREFILL_ITEM, DecodeShape, PrefillShape
+from torch import Tensor
+
+from peagle.engine.kv_cache import slot_bytes
 from peagle.engine.request import Request
 from peagle.engine.runner import target_layout
 from peagle.sampling_params import SamplingParams

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peagle.engine.lanes.seats import Seat
 
 from peagle.engine.engine import Engine
-from peagle.engine.lanes.seats import Seat
 from peagle.engine.request import Request
 from peagle.sampling_params import SamplingParams
 

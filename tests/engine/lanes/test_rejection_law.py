@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from peagle.engine.lanes.engine import LaneEngine
 
 from peagle.config import EngineConfig
 from peagle.engine.engine import Speculation
 from peagle.engine.kv_cache import slot_bytes
-from peagle.engine.lanes.engine import LaneEngine
 from peagle.engine.runner import target_layout
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel

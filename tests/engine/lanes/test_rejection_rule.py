@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from train.live_memory import LiveBytes
-
 from peagle.engine.lanes.choosing import ByRejection, StepRows
-from peagle.engine.memory import LOGIT_BYTES
 from peagle.kernels.lane_state import make_lane_state
 from peagle.kernels.plain.lanes import HEADER, begin_step, commit
+from train.live_memory import LiveBytes
+
+from peagle.engine.memory import LOGIT_BYTES
 from peagle.kernels.plain.rejection import Coins
 from peagle.kernels.step_ops import StepOps, step_ops
 

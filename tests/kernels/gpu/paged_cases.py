@@ -85,10 +85,10 @@ def make_case(shape: Shape, dtype: torch.dtype, seed: int = 0, capacity: int = 1
     draws = torch.Generator().manual_seed(seed)
     num_items, width = len(shape.items), -(-capacity // shape.block_size)
     order = torch.randperm(num_items * width, generator=draws).view(num_items, width)
-    trash = num_items * width  # the last block
-    cache_shape = ((trash + 1) * shape.block_size, shape.kv_heads, shape.dim)
+    padding = num_items * width  # the last block
+    cache_shape = ((padding + 1) * shape.block_size, shape.kv_heads, shape.dim)
     keys, values = (torch.full(cache_shape, torch.nan) for _ in range(2))
-    block_tables = torch.full((num_items, width), trash)
+    block_tables = torch.full((num_items, width), padding)
     tables = torch.randperm(num_items, generator=draws)
     for item, table in zip(shape.items, tables.tolist(), strict=True):
         held = -(-item.end // shape.block_size)

@@ -1,4 +1,4 @@
-"""Paged attention: the kernel agrees with its plain twin, the twin with the definition."""
+"""Paged attention: the kernel agrees with its reference, the reference with the definition."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=st
 @example(Shape((Item(130, 131), PADDING), 1, 4, 2, 16, 4, 4), None, False, 0)
 @example(Shape((Item(64, 65), Item(128, 129)), 1, 3, 1, 16, 16, 2), 65, False, 0)
 @example(Shape((Item(128, 131),), 3, 2, 1, 16, 16, 1), 20, True, 0)
-def test_kernel_agrees_with_its_twin(
+def test_kernel_agrees_with_its_reference(
     shape: Shape, window: int | None, half: bool, seed: int
 ) -> None:
     dtype = torch.float16 if half else torch.float32
     case = make_case(shape, dtype, seed)
     ours = paged_attention(case.q, case.keys, case.values, case.rows, window)
-    twin = plain.paged_attention(case.q, case.keys, case.values, case.rows, window)
-    torch.testing.assert_close(ours, twin, **TOLERANCE[dtype])
+    reference = plain.paged_attention(case.q, case.keys, case.values, case.rows, window)
+    torch.testing.assert_close(ours, reference, **TOLERANCE[dtype])
 
 
 @settings(max_examples=20)
 @given(shape=shapes(capacity=24), window=st.none() | st.integers(1, 20))
-def test_twin_is_the_definition(shape: Shape, window: int | None) -> None:
+def test_the_reference_is_the_definition(shape: Shape, window: int | None) -> None:
     case = make_case(shape, torch.float64, capacity=24)
-    twin = plain.paged_attention(case.q, case.keys, case.values, case.rows, window)
+    reference = plain.paged_attention(case.q, case.keys, case.values, case.rows, window)
     expected = attention_by_definition(case, window)
-    torch.testing.assert_close(twin, expected, **TOLERANCE[torch.float64])
+    torch.testing.assert_close(reference, expected, **TOLERANCE[torch.float64])
 
 
 @DTYPES
@@ -61,8 +61,8 @@ def test_twin_is_the_definition(shape: Shape, window: int | None) -> None:
 def test_any_even_head_dimension_will_do(dim: int, dtype: torch.dtype) -> None:
     case = make_case(Shape((Item(70, 73),), 3, 2, 2, dim, 16, 2), dtype)
     ours = paged_attention(case.q, case.keys, case.values, case.rows, None)
-    twin = plain.paged_attention(case.q, case.keys, case.values, case.rows, None)
-    torch.testing.assert_close(ours, twin, **TOLERANCE[dtype])
+    reference = plain.paged_attention(case.q, case.keys, case.values, case.rows, None)
+    torch.testing.assert_close(ours, reference, **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -75,8 +75,8 @@ def test_more_rows_than_a_tile_are_divided_over_programs(
     items = (Item(100, 100 + num_rows), Item(0, 9))
     case = make_case(Shape(items, num_rows, group, 1, 16, 16, splits), torch.float32)
     ours = paged_attention(case.q, case.keys, case.values, case.rows, window)
-    twin = plain.paged_attention(case.q, case.keys, case.values, case.rows, window)
-    torch.testing.assert_close(ours, twin, **TOLERANCE[torch.float32])
+    reference = plain.paged_attention(case.q, case.keys, case.values, case.rows, window)
+    torch.testing.assert_close(ours, reference, **TOLERANCE[torch.float32])
 
 
 def test_more_splits_than_the_merge_reads_at_once() -> None:
@@ -85,8 +85,8 @@ def test_more_splits_than_the_merge_reads_at_once() -> None:
     last = case.rows.block_tables[case.rows.tables[0], -1]
     case.keys.unflatten(0, (-1, 64))[last] *= 3  # the highest score comes last
     ours = paged_attention(case.q, case.keys, case.values, case.rows, None)
-    twin = plain.paged_attention(case.q, case.keys, case.values, case.rows, None)
-    torch.testing.assert_close(ours, twin, **TOLERANCE[torch.float32])
+    reference = plain.paged_attention(case.q, case.keys, case.values, case.rows, None)
+    torch.testing.assert_close(ours, reference, **TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("attend", [paged_attention, plain.paged_attention], ids=["gpu", "plain"])
@@ -118,11 +118,25 @@ def test_an_item_gives_the_same_bits_in_any_company(
     together = paged_attention(case.q, case.keys, case.values, case.rows, window)
     for i in range(len(items)):
         own = {name: getattr(case.rows, name)[i : i + 1] for name in ("tables", "starts", "ends")}
-        lanes = slice(3 * i, 3 * i + 3)
+        own_rows = slice(3 * i, 3 * i + 3)
         alone = paged_attention(
-            case.q[lanes], case.keys, case.values, case.rows._replace(**own), window
+            case.q[own_rows], case.keys, case.values, case.rows._replace(**own), window
         )
-        assert torch.equal(alone, together[lanes])
+        assert torch.equal(alone, together[own_rows])
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_results_go_where_the_caller_wants_them(splits: int) -> None:
+    """A group of rows writes its part of the results of all rows."""
+    case = make_case(Shape((Item(70, 73), PADDING), 3, 2, 2, 16, 4, splits), torch.float32)
+    expected = paged_attention(case.q, case.keys, case.values, case.rows, None)
+    of_all = torch.full((2 + len(case.q) + 1, *case.q.shape[1:]), 7.0, device=DEVICE)
+    own = of_all[2:-1]
+    out = paged_attention(case.q, case.keys, case.values, case.rows, None, out=own)
+    assert out.data_ptr() == own.data_ptr()
+    assert torch.equal(own, expected)
+    assert (of_all[:2] == 7.0).all()
+    assert (of_all[-1:] == 7.0).all()
 
 
 def test_block_tables_may_be_the_first_columns_of_wider_ones() -> None:
@@ -134,9 +148,9 @@ def test_block_tables_may_be_the_first_columns_of_wider_ones() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_twin_gives_what_the_engine_attention_gives(window: int | None) -> None:
+def test_the_reference_gives_what_the_engine_attention_gives(window: int | None) -> None:
     cache = PagedKVCache(CacheLayout(1, 2, 8), 44, torch.float32, torch.device("cpu"))
-    blocks = random.Random(0).sample(range(10), 10)  # the eleventh is for trash
+    blocks = random.Random(0).sample(range(10), 10)  # the eleventh is for padding
     tables = [BlockTable(4, range(0)), BlockTable(4, range(0))]
     for table, held in zip(tables, (blocks[:6], blocks[6:]), strict=True):
         for block in held:
@@ -153,8 +167,8 @@ def test_twin_gives_what_the_engine_attention_gives(window: int | None) -> None:
     width = [t.blocks + [10] * (6 - len(t.blocks)) for t in tables]
     rows = make_rows(Shape(items, 4), torch.tensor(width), torch.tensor([0, 0, 1]))
     rows = rows._replace(**{n: getattr(rows, n).cpu() for n in rows._fields[:6]})
-    twin = plain.paged_attention(q, cache.keys[0], cache.values[0], rows, window)
-    torch.testing.assert_close(twin[real], engine, **TOLERANCE[torch.float32])
+    reference = plain.paged_attention(q, cache.keys[0], cache.values[0], rows, window)
+    torch.testing.assert_close(reference[real], engine, **TOLERANCE[torch.float32])
 
 
 def test_splits_fill_the_gpu_and_only_where_the_context_is_long() -> None:
@@ -205,8 +219,8 @@ def test_bf16_agrees_at_realistic_sizes(
     shape = Shape(items, num_rows, group, kv_heads, dim, 16, splits)
     case = make_case(shape, torch.bfloat16, capacity=8192)
     ours = paged_attention(case.q, case.keys, case.values, case.rows, window)
-    twin = plain.paged_attention(case.q, case.keys, case.values, case.rows, window)
-    torch.testing.assert_close(ours, twin, **TOLERANCE[torch.bfloat16])
+    reference = plain.paged_attention(case.q, case.keys, case.values, case.rows, window)
+    torch.testing.assert_close(ours, reference, **TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.gpu

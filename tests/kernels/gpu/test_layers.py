@@ -15,7 +15,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from peagle.kernels.gpu import layers as gpu_layers
 from peagle.kernels.policy import BATCH_INVARIANT, FAST
-from peagle.kernels.rows import PagedRows
+from peagle.kernels.rows import PagedRows, RowGroups
 from peagle.models import fused
 from peagle.models.config import DecoderConfig
 from peagle.models.eagle import EagleNetwork
@@ -41,7 +41,7 @@ CASES = {
 }
 TAPS = (0, 1, 2)
 BLOCK_SIZE, BLOCKS_EACH, SEQUENCES = 2, 4, 2
-NUM_SLOTS = BLOCK_SIZE * BLOCKS_EACH * SEQUENCES + 1  # the last is the trash slot
+NUM_SLOTS = BLOCK_SIZE * BLOCKS_EACH * SEQUENCES + 1  # the last is the padding slot
 BLOCK_TABLES = torch.randperm(
     BLOCKS_EACH * SEQUENCES, generator=torch.Generator().manual_seed(0)
 ).reshape(SEQUENCES, BLOCKS_EACH)
@@ -55,10 +55,18 @@ class Part(NamedTuple):
     length: int
 
 
+Groups = Sequence[Sequence[Part]]  # those of one pass; the items of each have one size
+
 # Two steps: the second reads what the first one wrote. Items have different lengths.
-STEPS = (
-    [Part(0, 0, 3), Part(1, 0, 2)],
-    [Part(1, 2, 1), Part(0, 3, 2)],
+STEPS: tuple[Groups, ...] = (
+    [[Part(0, 0, 3), Part(1, 0, 2)]],
+    [[Part(1, 2, 1), Part(0, 3, 2)]],
+)
+# Newest tokens, with a draft or without, and behind them the prompts: the first step has all of
+# sequence 0's prompt beside its newest token, which reads it; the second goes on with both.
+STEPS_WITH_PROMPTS: tuple[Groups, ...] = (
+    [[Part(0, 4, 1), Part(1, 0, 2)], [Part(0, 0, 3), Part(0, 3, 1)]],
+    [[Part(1, 5, 1), Part(0, 5, 2)], [Part(1, 2, 3)]],
 )
 
 
@@ -86,17 +94,33 @@ def paged_rows(parts: Sequence[Part], num_splits: int, device: torch.device) -> 
     return PagedRows(*on_device, width, BLOCK_SIZE, num_splits)
 
 
-def real_rows(parts: Sequence[Part]) -> Tensor:
-    width = max(part.length for part in parts)
-    return torch.cat([torch.arange(p.length) + i * width for i, p in enumerate(parts)])
+def row_groups(groups: Groups, num_splits: int, device: torch.device) -> RowGroups:
+    """As the engine makes them: each group's positions and slots are part of those of all rows."""
+    parts = [paged_rows(group, num_splits, device) for group in groups]
+    positions = torch.cat([part.positions for part in parts])
+    slots = torch.cat([part.slots for part in parts])
+    sizes = [len(part.slots) for part in parts]
+    own = zip(parts, positions.split(sizes), slots.split(sizes), strict=True)
+    return RowGroups(positions, slots, [p._replace(positions=a, slots=b) for p, a, b in own])
+
+
+def real_rows(groups: Groups) -> Tensor:
+    rows: list[int] = []
+    first = 0
+    for group in groups:
+        width = max(part.length for part in group)
+        for part in group:
+            rows += range(first, first + part.length)
+            first += width
+    return torch.tensor(rows)
 
 
 def serve(
     model: nn.Module,
     layout: tuple[int, int, int],  # layers, key-value heads, head dimension
-    forward: Callable[[PagedRows, RowsAttention], Tensor],
+    forward: Callable[[RowGroups, RowsAttention], Tensor],
     num_splits: int = 1,
-    steps: Sequence[Sequence[Part]] = STEPS,
+    steps: Sequence[Groups] = STEPS,
 ) -> Tensor:
     """What `forward` gives for every real row of the steps, over a cache of unwritten entries."""
     weight = next(model.parameters())
@@ -105,18 +129,19 @@ def serve(
     keys, values = torch.full(shape, torch.nan, dtype=weight.dtype, device=weight.device)
     found = []
     with torch.inference_mode():
-        for parts in steps:
-            rows = paged_rows(parts, num_splits, weight.device)
+        for groups in steps:
+            rows = row_groups(groups, num_splits, weight.device)
             out = forward(rows, RowsAttention(rows, keys, values))
-            found.append(out[real_rows(parts).to(out.device)].float().cpu())
+            found.append(out[real_rows(groups).to(out.device)].float().cpu())
     return torch.cat(found)
 
 
 def target_taps(model: TargetModel, **options: Any) -> Tensor:
     config = model.config
 
-    def forward(rows: PagedRows, attention: RowsAttention) -> Tensor:
-        tokens = (rows.positions * 7 + rows.tables.repeat_interleave(rows.rows_per_item)) % 40
+    def forward(rows: RowGroups, attention: RowsAttention) -> Tensor:
+        tables = [g.tables.repeat_interleave(g.rows_per_item) for g in rows.groups]
+        tokens = (rows.positions * 7 + torch.cat(tables)) % 40
         taps = model(tokens, rows.positions, attention, TAPS).taps
         assert taps is not None
         return taps  # type: ignore[no-any-return]
@@ -125,18 +150,18 @@ def target_taps(model: TargetModel, **options: Any) -> Tensor:
     return serve(model, layout, forward, **options)
 
 
-def drafter_states(network: EagleNetwork) -> Tensor:
+def drafter_states(network: EagleNetwork, **options: Any) -> Tensor:
     config = network.config
     table = torch.randn(2, 64, config.hidden_size, generator=torch.Generator().manual_seed(3))
 
-    def forward(rows: PagedRows, attention: RowsAttention) -> Tensor:
+    def forward(rows: RowGroups, attention: RowsAttention) -> Tensor:
         weight = network.fc.weight
         embeddings, features = table.to(weight.device, weight.dtype)[:, rows.positions]
         out: Tensor = network(embeddings, features, rows.positions, attention)
         return out
 
     layout = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
-    return serve(network, layout, forward)
+    return serve(network, layout, forward, **options)
 
 
 def small(name: str) -> TargetModel:
@@ -213,13 +238,60 @@ def test_a_drafters_layers_agree_with_their_modules(
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["norms of queries and keys", "sliding window"])
+@pytest.mark.parametrize("form", FORMS)
+def test_prompts_beside_newest_tokens_agree_with_the_modules(
+    name: str,
+    form: str,
+    device: torch.device,
+    calls: list[int],
+    with_kernels: Callable[[], None],
+) -> None:
+    """Two groups of rows in one pass, one sequence in both."""
+    model = small(name)
+    expected = target_taps(model, steps=STEPS_WITH_PROMPTS)
+    assert not calls
+    with_kernels()
+    model.to(device).bind(FORMS[form])
+    ours = target_taps(model, steps=STEPS_WITH_PROMPTS)
+    assert calls == [10, 7]
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_drafters_prompts_beside_new_rows_agree_with_the_modules(
+    device: torch.device, calls: list[int], with_kernels: Callable[[], None]
+) -> None:
+    network = tiny.head(tiny.target(torch.float32), head_dim=8)
+    expected = drafter_states(network, steps=STEPS_WITH_PROMPTS)
+    with_kernels()
+    ours = drafter_states(network.to(device), steps=STEPS_WITH_PROMPTS)
+    assert calls == [10, 7]
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_in_two_groups_give_what_one_group_gives() -> None:
+    """In the modules: the order of groups is not the order of positions."""
+    model = small("llama")
+    apart = target_taps(model, steps=STEPS_WITH_PROMPTS)
+    together = target_taps(model, steps=[[[Part(0, 0, 7), Part(1, 0, 6)]]])
+    places = [
+        (p.sequence, p.start + n)
+        for groups in STEPS_WITH_PROMPTS
+        for group in groups
+        for p in group
+        for n in range(p.length)
+    ]
+    order = [position if sequence == 0 else 7 + position for sequence, position in places]
+    torch.testing.assert_close(apart, together[order], rtol=1e-5, atol=1e-5)
+
+
 def test_a_sequence_has_the_same_bits_alone_and_beside_others(
     device: torch.device, with_kernels: Callable[[], None], calls: list[int]
 ) -> None:
     model = small("llama").to(device)
     with_kernels()
-    together = target_taps(model, steps=[[Part(0, 0, 3), Part(1, 0, 2)]])
-    alone = target_taps(model, steps=[[Part(1, 0, 2)]])
+    together = target_taps(model, steps=[[[Part(0, 0, 3), Part(1, 0, 2)]]])
+    alone = target_taps(model, steps=[[[Part(1, 0, 2)]]])
     assert torch.equal(together[3:], alone)
     assert calls == [6, 2]
 
@@ -291,7 +363,7 @@ def test_bfloat16_layers_agree_with_float32_modules(
 @pytest.mark.gpu
 def test_the_layers_can_be_captured_in_a_graph(device: torch.device) -> None:
     model = in_bfloat16(small("llama"), device)
-    rows = paged_rows(STEPS[0], 2, device)
+    rows = row_groups(STEPS_WITH_PROMPTS[0], 2, device)
     keys, values = torch.zeros(2, 2, NUM_SLOTS, 2, 16, dtype=torch.bfloat16, device=device)
     tokens = rows.positions % model.config.vocab_size
 

@@ -28,7 +28,7 @@ from peagle.kernels.gpu.rotary import rotate_and_write
 from peagle.kernels.layer import LayerTensors, Projection
 from peagle.kernels.plain import qkv as plain
 from peagle.kernels.plain.linear import Norm
-from peagle.kernels.rows import PagedRows
+from peagle.kernels.rows import PagedRows, RowGroups
 
 SMALL = Heads(3, 1, 32)
 SHARED = Heads(4, 2, 16)
@@ -47,7 +47,7 @@ class Case:
     values: Tensor
 
     def run(self, function: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """-> q, and what the function made of copies of the cache, without the trash slot."""
+        """-> q, and what the function made of copies of the cache, without the padding slot."""
         cache = {"keys": self.keys.clone(), "values": self.values.clone()}
         rotation = {"cos": self.cos, "sin": self.sin}
         operands = self.x, self.weight, self.bias
@@ -80,7 +80,7 @@ def make_case(
     norm: bool = False,
     bias: bool = False,
 ) -> Case:
-    """Every third row only fills up: its slot is the trash slot."""
+    """Every third row only fills up: its slot is the padding slot."""
     draws = torch.Generator().manual_seed(num_rows)
 
     def draw(*shape: int) -> Tensor:
@@ -111,33 +111,33 @@ def make_case(
     )
 
 
-def assert_agrees_with_the_twin(case: Case) -> None:
-    ours, twins = case.run(qkv_to_cache), case.run(plain.qkv_to_cache)
+def assert_agrees_with_the_reference(case: Case) -> None:
+    ours, references = case.run(qkv_to_cache), case.run(plain.qkv_to_cache)
     assert ours[0].is_contiguous()
-    for our, twin in zip(ours, twins, strict=True):
-        assert our.dtype == twin.dtype
-        torch.testing.assert_close(our, twin, **TOLERANCE[our.dtype])
+    for our, reference in zip(ours, references, strict=True):
+        assert our.dtype == reference.dtype
+        torch.testing.assert_close(our, reference, **TOLERANCE[our.dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("num_rows", [1, 5, 17, 30])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_kernel_agrees_with_its_twin(
+def test_kernel_agrees_with_its_reference(
     num_rows: int, norm: bool, bias: bool, dtype: torch.dtype
 ) -> None:
-    assert_agrees_with_the_twin(make_case(num_rows, dtype=dtype, norm=norm, bias=bias))
+    assert_agrees_with_the_reference(make_case(num_rows, dtype=dtype, norm=norm, bias=bias))
 
 
 @pytest.mark.parametrize(
     "heads", [SHARED, Heads(9, 3, 16), Heads(1, 1, 64), Heads(2, 1, 48)], ids=str
 )
-def test_every_layout_of_heads_agrees_with_the_twin(heads: Heads) -> None:
-    assert_agrees_with_the_twin(make_case(5, heads, norm=True, bias=True))
+def test_every_layout_of_heads_agrees_with_the_reference(heads: Heads) -> None:
+    assert_agrees_with_the_reference(make_case(5, heads, norm=True, bias=True))
 
 
 def test_a_drafters_first_layer_reads_two_inputs_side_by_side() -> None:
-    assert_agrees_with_the_twin(make_case(5, SHARED, inputs=2 * 72))
+    assert_agrees_with_the_reference(make_case(5, SHARED, inputs=2 * 72))
 
 
 @pytest.mark.parametrize("num_rows", [5, 30])
@@ -154,12 +154,12 @@ def test_sums_have_the_order_of_the_two_kernels(
         assert torch.equal(ours, theirs)
 
 
-def test_rows_that_are_not_real_touch_the_trash_slot_alone() -> None:
+def test_rows_that_are_not_real_touch_the_padding_slot_alone() -> None:
     case = make_case(17)
     _, keys, values = case.run(qkv_to_cache)
     written = torch.zeros(len(keys) + 1, dtype=torch.bool, device=DEVICE)
     written[case.rows.slots] = True
-    assert written[:-1].sum() == 12  # of 17 rows five go to the trash slot
+    assert written[:-1].sum() == 12  # of 17 rows five go to the padding slot
     for cache in keys, values:
         assert (cache[~written[:-1]] == UNTOUCHED).all()
         assert (cache[written[:-1]] != UNTOUCHED).all()
@@ -240,7 +240,8 @@ def test_layers_choose_the_kernel_that_fits(
     monkeypatch.setattr(gpu_layers, "qkv_to_cache", noted("one kernel", qkv_to_cache))
     monkeypatch.setattr(gpu_layers, "rotate_and_write", noted("two kernels", rotate_and_write))
     cache = case.keys[None], case.values[None]
-    gpu_layers.run_layers([layer], case.x, None, case.cos, case.sin, case.rows, *cache)
+    rows = RowGroups(case.rows.positions, case.rows.slots, [case.rows])
+    gpu_layers.run_layers([layer], case.x, None, case.cos, case.sin, rows, *cache)
     assert called == [expected]
 
 
@@ -255,5 +256,5 @@ def test_bf16_agrees_with_the_two_kernels_at_realistic_sizes(
     for our, theirs in zip(ours, case.run(two_kernels), strict=True):
         assert (our == theirs).double().mean() > 0.98  # of others a last bit was rounded otherwise
         torch.testing.assert_close(our, theirs, atol=2e-2, rtol=1e-2)
-    for our, twin in zip(ours, case.run(plain.qkv_to_cache), strict=True):
-        torch.testing.assert_close(our, twin, atol=5e-2, rtol=2e-2)
+    for our, reference in zip(ours, case.run(plain.qkv_to_cache), strict=True):
+        torch.testing.assert_close(our, reference, atol=5e-2, rtol=2e-2)

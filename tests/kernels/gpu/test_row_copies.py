@@ -1,4 +1,4 @@
-"""Rows that Triton brings to their places equal those of the plain twins to the bit."""
+"""Rows that Triton brings to their places equal those of the reference to the bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from peagle.kernels.plain import row_copies as plain
 
-from .lane_cases import DEVICE, EXAMPLES
+from .batch_cases import DEVICE, EXAMPLES
 
 gpu = pytest.importorskip("peagle.kernels.gpu.row_copies")
 
@@ -22,7 +22,7 @@ gpu = pytest.importorskip("peagle.kernels.gpu.row_copies")
     size=st.sampled_from([1, 6, 16, 33]),
     dtype=st.sampled_from([torch.float32, torch.float16]),
 )
-def test_expand_rows_equals_its_plain_twin(
+def test_expand_rows_equals_its_reference(
     batch: int, given_rows: int, num_rows: int, size: int, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(size)
@@ -42,7 +42,7 @@ def test_expand_rows_of_more_than_one_tile(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 6, 1500])
-def test_embed_rows_equals_its_plain_twin(size: int) -> None:
+def test_embed_rows_equals_its_reference(size: int) -> None:
     table, mask = torch.randn(9, size, device=DEVICE), torch.randn(size, device=DEVICE)
     token_ids = torch.randint(9, (4, 3), device=DEVICE)
     num_real = torch.tensor([0, 1, 2, 3], device=DEVICE)
@@ -53,7 +53,7 @@ def test_embed_rows_equals_its_plain_twin(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 6, 1500])
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_embed_tokens_equals_its_plain_twin(size: int, depth: int) -> None:
+def test_embed_tokens_equals_its_reference(size: int, depth: int) -> None:
     table = torch.randn(9, size, device=DEVICE)
     first, others = torch.randint(9, (4,)).to(DEVICE), torch.randint(9, (4, depth)).to(DEVICE)
     assert torch.equal(
@@ -61,29 +61,19 @@ def test_embed_tokens_equals_its_plain_twin(size: int, depth: int) -> None:
     )
 
 
-@pytest.mark.parametrize("size", [1, 6, 1500])
-@pytest.mark.parametrize("count", [1, 3, 5])
-def test_gather_taps_equals_its_plain_twin(size: int, count: int) -> None:
-    pending = torch.randn(4, 5, size, device=DEVICE)
-    lanes = torch.tensor([3, 0, 3], device=DEVICE)
-    assert torch.equal(
-        gpu.gather_taps(pending, lanes, count), plain.gather_taps(pending, lanes, count)
-    )
-
-
 @pytest.mark.parametrize(("rows", "count", "size"), [(8, 1, 24), (14, 7, 24), (3, 3, 1100)])
-def test_pick_rows_equals_its_plain_twin(rows: int, count: int, size: int) -> None:
-    num_pending = torch.tensor([0, 1, 2, rows], device=DEVICE)  # none, some, all of a lane's rows
+def test_pick_rows_equals_its_reference(rows: int, count: int, size: int) -> None:
+    num_real = torch.tensor([0, 1, 2, rows], device=DEVICE)  # none, some, all of a slot's rows
     hidden = torch.randn(4 * rows, size, device=DEVICE)
-    arguments = (hidden, num_pending, rows, count)
+    arguments = (hidden, num_real, rows, count)
     assert torch.equal(gpu.pick_rows(*arguments), plain.pick_rows(*arguments))
 
 
-def test_picked_rows_begin_at_the_last_pending_one() -> None:
-    hidden = torch.arange(10, device=DEVICE).float()[:, None]  # 2 lanes of 5 rows
-    num_pending = torch.tensor([3, 1], device=DEVICE)
+def test_picked_rows_begin_at_the_last_real_one() -> None:
+    hidden = torch.arange(10, device=DEVICE).float()[:, None]  # 2 slots of 5 rows
+    num_real = torch.tensor([3, 1], device=DEVICE)
     for picked in (
-        gpu.pick_rows(hidden, num_pending, 5, 2),
-        plain.pick_rows(hidden, num_pending, 5, 2),
+        gpu.pick_rows(hidden, num_real, 5, 2),
+        plain.pick_rows(hidden, num_real, 5, 2),
     ):
         assert picked[:, 0].tolist() == [2, 3, 5, 6]
