@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tolerance import near
 from torch import Tensor
 
+from kernels.compiler import needs_kernels
 from peagle.engine import kv_cache
 from peagle.engine.blocks import BlockTable
 from peagle.engine.kv_cache import PagedKVCache
@@ -18,7 +19,7 @@ from peagle.models import layers
 from peagle.models.attention import causal_attention
 from peagle.models.drafter import CacheLayout, Span
 
-pytestmark = pytest.mark.skipif(cpu_kernels() is None, reason="no CPU kernels on this machine")
+pytestmark = needs_kernels
 
 ROWS = st.integers(1, 9)
 SCALES = st.sampled_from([1e-6, 1.0, 30.0, 1e4])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from tolerance import near
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from kernels.compiler import needs_kernels
 from peagle.engine.blocks import BlockTable
 from peagle.engine.kv_cache import PagedKVCache
 from peagle.engine.runner import target_layout
@@ -27,8 +27,7 @@ from peagle.models.drafter import CacheLayout, Span
 from peagle.models.layers import lay_out_for_cpu
 from peagle.models.target import TargetModel
 
-# A compiler that refuses our source must fail these tests, not skip them.
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+pytestmark = needs_kernels
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,

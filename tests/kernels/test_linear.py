@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,12 +9,12 @@ from hypothesis import strategies as st
 from tolerance import near
 from torch import Tensor
 
+from kernels.compiler import needs_kernels
 from peagle.kernels import linear as module
 from peagle.kernels.linear import MAX_ROWS, LinearKernel, linear_kernel, linear_kernel_for
 from peagle.models import layers
 
-# A compiler that refuses our source must fail these tests, not skip them.
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+pytestmark = needs_kernels
 
 SIZES = st.one_of(st.integers(1, 40), st.sampled_from([48, 63, 64, 96, 131, 576, 960]))
 NAN, INF = float("nan"), float("inf")
