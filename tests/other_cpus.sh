@@ -29,11 +29,12 @@ on_x86() {
 in_form ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 \
   CC=/nowhere/cc PEAGLE_CACHE="$empty_cache"
 
-# AVX2 everywhere; our kernels round a product before they add it.
+# AVX2 and no more, as most CPUs have it.
 in_form ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
-  PEAGLE_CFLAGS="$(on_x86 '-mno-avx512f -mno-fma')"
+  PEAGLE_CFLAGS="$(on_x86 -mno-avx512f)"
 
-# All that this CPU has, beside kernels for any CPU of its kind.
+# All that this CPU has, beside kernels for any of its kind: no AVX, and products rounded before
+# they are added.
 in_form PEAGLE_CFLAGS="$(on_x86 -march=x86-64)"
 
 # All that this CPU has, without our kernels.
