@@ -8,7 +8,8 @@ cd "$(dirname "$0")/.."
 python=$1
 shift
 parts=(tests/models tests/kernels tests/speculation tests/engine
-  --ignore=tests/kernels/gpu --ignore=tests/engine/lanes --ignore=tests/engine/gpu)
+  --ignore=tests/kernels/gpu --ignore=tests/kernels/test_compiling.py
+  --ignore=tests/engine/gpu --ignore=tests/engine/lanes)
 options=("$@")
 empty_cache=$(mktemp -d)
 trap 'rm -rf "$empty_cache"' EXIT
