@@ -1,6 +1,7 @@
 # A fresh machine needs Python 3.11+ and make; every target sets up .venv when it has to.
 #   make demo               the built-in target, plain and with each drafter; same output or exit 1
 #   make test               all tests that this machine can run
+#   make test-cpus          parts of them on this CPU in the forms of others
 #   make test-vllm          the tests that need vLLM, with its CPU build in .venv-vllm
 #   make check              ruff, ruff format, mypy --strict
 #   make browser            Debian's Chromium, if there is none: `make test` then looks at reports in it
@@ -15,13 +16,16 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo test test-vllm check browser clean
+.PHONY: demo test test-cpus test-vllm check browser clean
 
 demo: $(STAMP)
 	$(BIN)/peagle demo $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-cpus: $(STAMP)
+	tests/other_cpus.sh $(BIN)/python $(ARGS)
 
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_BIN)/python -m pytest tests/vllm $(ARGS)

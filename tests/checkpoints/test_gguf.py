@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from tolerance import near
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from peagle.checkpoints.gguf import _IN_LAYER, _TOP, convert_gguf
@@ -118,7 +119,8 @@ def test_the_converted_model_gives_the_same_logits(tmp_path: Path, tied: bool) -
     assert again.generation_config.eos_token_id == 2
     ids = torch.arange(40)[None]
     with torch.no_grad():
-        assert torch.equal(again(ids).logits, model(ids).logits)
+        ours, theirs = again(ids).logits, model(ids).logits
+    torch.testing.assert_close(ours, theirs, **near(theirs, terms=64, depth=3))
 
 
 def test_the_tokenizer_merges_splits_digits_and_keeps_special_tokens_whole(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -151,11 +152,15 @@ class Server:
             taps=taps,
             starts=_column(d.start for d in items),
             num_real=_column(num_real),
-            num_drafts=_column(d.num_drafts for d in items),
+            num_rows=_column(
+                n + max(d.num_drafts - 1, 0) for n, d in zip(num_real, items, strict=True)
+            ),
+            num_drafts=(num_drafts := _column(d.num_drafts for d in items)),
             depth=depth,
             prompt=prompt,
             attend=self._attend,
             pack=self.layout.pack,
+            pack_depths=partial(self.layout.pack_depths, num_drafts),
             choose=chooser,
             ops=OPS,
         )

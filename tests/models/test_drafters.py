@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tolerance import near
 from torch import Tensor
 
 from models import serving, tiny
@@ -109,7 +110,8 @@ def test_p_eagle_equals_the_naive_drafter(name: str, target: TargetModel, tmp_pa
     for text, known, logits, drafted in served[-4:]:
         tokens, taps = texts[text]
         wanted = second.p_eagle_logits(tokens[:known], taps, len(logits))
-        torch.testing.assert_close(logits, wanted, rtol=1e-6, atol=1e-6)  # float32 angles
+        # All is float64 but the angles: nothing is summed in float32.
+        torch.testing.assert_close(logits, wanted, **near(wanted, terms=1))
         assert drafted == second.target_ids[wanted.argmax(-1)].tolist()
 
 
@@ -123,7 +125,8 @@ def test_eagle3_equals_the_naive_drafter(name: str, target: TargetModel, tmp_pat
     for text, known, logits, drafted in served[-5:]:
         tokens, taps = texts[text]
         wanted = second.eagle3_logits(tokens[:known], taps, len(logits))
-        torch.testing.assert_close(logits, wanted, rtol=1e-6, atol=1e-6)
+        # The angles of a draft reach the next draft's features, four times at most.
+        torch.testing.assert_close(logits, wanted, **near(wanted, terms=1, depth=4))
         assert drafted == second.target_ids[wanted.argmax(-1)].tolist()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tolerance import near
 from transformers import LlamaConfig
 
 from models import tiny
@@ -102,9 +103,10 @@ def test_rms_norm_is_that_of_transformers(dtype: torch.dtype) -> None:
     theirs.weight.data.copy_(ours.weight)
     x = torch.randn(50, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     if dtype == torch.bfloat16:
-        assert torch.equal(ours(x), theirs(x))
+        # Not all: float32 sums of another order may round to the other side.
+        assert (ours(x) == theirs(x)).float().mean() > 0.99
     else:
-        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(ours(x), theirs(x), **near(terms=16))
 
 
 @torch.no_grad()
@@ -132,7 +134,7 @@ def test_layout_for_the_cpu_changes_no_result_and_no_name() -> None:
     assert target.lm_head.weight is target.embed_tokens.weight
     assert network.fc.weight.stride() == (1, 32)
     for a, b in zip(before, run(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6 * float(a.abs().max()))
+        torch.testing.assert_close(a, b, **near(a, terms=40, depth=4 + 2))
 
 
 def test_default_taps_are_early_middle_and_late() -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tolerance import near
 from torch import Tensor
 
 from peagle.speculation import noise
@@ -49,7 +50,8 @@ def test_values_never_change() -> None:
 def test_gumbel_is_the_double_log_of_the_uniform() -> None:
     args = ints(3, 4), ints(5, 6), 1000
     u = uniform_noise(*args).double()
-    torch.testing.assert_close(gumbel_noise(*args).double(), -torch.log(-torch.log1p(-u)))
+    expected = -torch.log(-torch.log1p(-u))
+    torch.testing.assert_close(gumbel_noise(*args).double(), expected, **near(terms=1))
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 1000, 4099])
@@ -198,4 +200,6 @@ def test_uniforms_are_bit_equal_on_a_gpu_and_inside_a_cuda_graph() -> None:
     with torch.cuda.graph(graph):
         captured = gumbel_noise(*on_gpu, 1000)
     graph.replay()
-    torch.testing.assert_close(captured.cpu(), gumbel_noise(seeds, positions, 1000))
+    torch.testing.assert_close(
+        captured.cpu(), gumbel_noise(seeds, positions, 1000), **near(terms=1)
+    )

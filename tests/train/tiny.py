@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +124,13 @@ def propose(
         taps=taps[:num_rows],
         starts=torch.tensor([0]),
         num_real=torch.tensor([num_rows]),
+        num_rows=torch.tensor([num_rows + k - 1]),
         num_drafts=torch.tensor([k]),
         depth=k,
         prompt=None,
         attend=lambda items: layout.rows(model, items, 1),
         pack=layout.pack,
+        pack_depths=partial(layout.pack_depths, torch.tensor([k])),
         choose=choose,
         ops=step_ops(taps.device),
     )

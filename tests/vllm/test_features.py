@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tolerance import rounding
 
 from peagle.checkpoints.references import load_tokenizer, resolve_model
 from peagle.checkpoints.targets import load_target
@@ -24,6 +25,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.network, pytest.mark.slow]
 
 MODEL = "smollm2-135m"
 TAPS = (2, 15, 27)
+# Float32 on both sides, other kernels; a wrong layer or token is off by more than 0.1.
+ROUNDING = rounding(terms=1536, depth=30)
 TEXTS = (
     "A sparrow hopped along the wall of the garden, looked at the cat, and thought better of it. "
     * 9,
@@ -96,13 +99,12 @@ def test_taps_and_final_states_of_a_packed_row_are_the_targets(
     target = load_target(resolve_model(MODEL), dtype=torch.float32, device=torch.device("cpu"))
     theirs = OnlineFeatures(target, TAPS)(row)
     assert torch.equal(ours.next_tokens, theirs.next_tokens)
-    # Float32 on both sides, other kernels: 1e-6 was seen; a wrong layer or token is off by > 0.1.
-    assert relative_error(ours.taps[:used], theirs.taps[:used]) < 1e-4
-    assert relative_error(ours.states[:used], theirs.states[:used]) < 1e-4
+    assert relative_error(ours.taps[:used], theirs.taps[:used]) < ROUNDING
+    assert relative_error(ours.states[:used], theirs.states[:used]) < ROUNDING
     worst = (ours.states[:used] - theirs.states[:used]).norm(dim=1) / theirs.states[:used].norm(
         dim=1
     )
-    assert float(worst.max()) < 1e-3  # for no token lost between two chunks
+    assert float(worst.max()) < ROUNDING  # for no token lost between two chunks
 
 
 def test_one_step_has_the_loss_that_the_target_in_process_gives(
@@ -114,7 +116,7 @@ def test_one_step_has_the_loss_that_the_target_in_process_gives(
         chosen.trainer.step([next(chosen.batches.rows_from(0))], 1e-4)
         metrics = chosen.trainer.take_metrics()
         losses.append((metrics.loss, metrics.gradient_norm))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0] == pytest.approx(losses[1], rel=ROUNDING)
 
 
 def test_the_trainer_holds_no_layer_of_the_target_and_no_file_stays(

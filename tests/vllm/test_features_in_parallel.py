@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine.conftest import byte_tokenizer
 from engine.tiny import llama_config
+from tolerance import near
 from transformers import LlamaForCausalLM
 
 from peagle.checkpoints.layerless import load_layerless
@@ -67,5 +68,7 @@ def test_tensor_parallel_states_are_those_of_the_whole_target(
     row = lay_out(tokens, masks, [0, 1, 2], sum(LENGTHS))
     ours, theirs = source(row, source.fetch(row)), OnlineFeatures(whole, TAPS)(row)
     assert "Worker_TP1" in (tmp_path / "vllm.log").read_text()
-    torch.testing.assert_close(ours.taps, theirs.taps, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(ours.states, theirs.states, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.taps, theirs.taps, **near(theirs.taps, terms=256, depth=6))
+    torch.testing.assert_close(
+        ours.states, theirs.states, **near(theirs.states, terms=256, depth=6)
+    )

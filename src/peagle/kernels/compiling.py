@@ -39,9 +39,14 @@ def load_library(*sources: Path, headers: Sequence[Path] = ()) -> ctypes.CDLL | 
 def _library_path(sources: Sequence[Path], headers: Sequence[Path]) -> Path:
     """Named after all that decides the library's content: one cache may serve many machines."""
     texts = (file.read_text(encoding="utf-8") for file in (*sources, *headers))
-    key = "\n".join((*texts, *FLAGS, _cpu()))
+    key = "\n".join((*texts, *_flags(), _cpu()))
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     return cache_folder() / "kernels" / digest / f"{sources[0].stem}.so"
+
+
+def _flags() -> tuple[str, ...]:
+    """What PEAGLE_CFLAGS adds comes last, so that it can take back what -march=native allows."""
+    return (*FLAGS, *shlex.split(os.environ.get("PEAGLE_CFLAGS", "")))
 
 
 def _cpu() -> str:
@@ -61,7 +66,7 @@ def _compile(sources: Sequence[Path], library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
-        command = [*compiler, *FLAGS, *map(str, sources), "-o", str(made), "-lm"]
+        command = [*compiler, *_flags(), *map(str, sources), "-o", str(made), "-lm"]
         logger.info("compiling CPU kernels, once: %s", shlex.join(command))
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
         os.replace(made, library)

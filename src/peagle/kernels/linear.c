@@ -12,6 +12,9 @@
 #include "kernels.h"
 
 #include <stdatomic.h>
+#if defined(__AVX512F__) || defined(__FMA__)
+#include <immintrin.h>
+#endif
 
 #ifdef __AVX512F__
 enum { LANES = 16, ROWS = 8 }; /* 32 registers: 8 rows by 3 vectors of sums */
@@ -25,6 +28,29 @@ enum { DEPTH = 16, AHEAD = 8 /* inputs */, MOST_VECTORS = 8, LARGEST_TILE = 4096
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 INLINE lanes all(float x) { return x - (lanes){0}; }
+
+/* a * b + c, rounded once where the CPU can, and everywhere alike: left to itself, gcc fuses the two
+ * in one panel and not in another, as it deems fast, and a row's bits would tell its panel. */
+INLINE lanes multiply_add(lanes a, lanes b, lanes c) {
+#if defined(__AVX512F__)
+    return (lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__FP_FAST_FMAF)
+    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE float multiply_add_one(float a, float b, float c) {
+#if defined(__AVX512F__) || defined(__FMA__) || defined(__FP_FAST_FMAF)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
 
 /* rows by vectors of sums; with constant sizes the compiler keeps them in registers. */
 INLINE void panel(int rows, int vectors, float *out, int64_t out_stride, const float *x,
@@ -42,7 +68,7 @@ INLINE void panel(int rows, int vectors, float *out, int64_t out_stride, const f
         }
         for (int r = 0; r < rows; r++) {
             lanes input = all(x[r * x_stride + k]);
-            for (int v = 0; v < vectors; v++) sums[r][v] += input * part[v];
+            for (int v = 0; v < vectors; v++) sums[r][v] = multiply_add(input, part[v], sums[r][v]);
         }
     }
     for (int r = 0; r < rows; r++)
@@ -67,7 +93,8 @@ INLINE void strip(int rows, int vectors, float *out, int64_t out_stride, const f
     for (; o < width; o++)
         for (int r = 0; r < rows; r++) {
             float sum = 0.0f;
-            for (int k = 0; k < depth; k++) sum += x[r * x_stride + k] * weight[k * outputs + o];
+            for (int k = 0; k < depth; k++)
+                sum = multiply_add_one(x[r * x_stride + k], weight[k * outputs + o], sum);
             float *place = out + r * out_stride + o;
             *place = first ? sum : *place + sum;
         }
