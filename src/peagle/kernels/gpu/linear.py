@@ -96,25 +96,35 @@ _TILES = {
 
 
 def batch_invariant_tile(rows: int, outputs: int, inputs: int, gated: bool, itemsize: int) -> Tile:
-    """As `tile`, with one instruction and one order of sums for any number of rows."""
+    """As `tile`, with one order of sums for any number of rows: a single chain along the inputs.
+    The tensor cores' two instructions, mma.sync below 64 rows and wgmma from there on, add up a
+    chain alike (benchmarks/batch_invariance.py), so tiles may be chosen for speed."""
     if itemsize > 2:  # fused multiply-adds in order of k
         return Tile(16 if rows <= 16 else 32, 16, 32, warps=4, stages=2)
     if outputs * inputs > MAX_SMALL_WEIGHT:
         return _large_weight_tile(rows, outputs, gated)
-    few = _TILES[16, _kind(outputs, inputs, gated)]  # whose parts of sums all others have
     if rows <= 16:
-        return few
-    if rows <= (32 if gated else 128):
-        return few._replace(rows=32, warps=4, stages=4)
+        return _CHAINS[_kind(outputs, inputs, gated)]
+    if rows <= 256:
+        return tile(rows, outputs, inputs, gated, itemsize)._replace(sums=1)
     if rows <= 512:
-        return few._replace(rows=32, outputs=32, warps=4, stages=4)
-    return few._replace(rows=32, outputs=64, warps=8 if gated else 4, stages=3)
+        return Tile(64, 32, 64, warps=4, stages=4)
+    return Tile(128, 64, 64, warps=8 if gated else 4, stages=4)
+
+
+_CHAINS = {
+    "gated": Tile(16, 16, 128, warps=4, stages=4),
+    "wide": Tile(16, 16, 128, warps=4, stages=4),
+    "long": Tile(16, 16, 128, warps=4, stages=4),
+    "short": Tile(16, 16, 64, warps=2, stages=8),
+}
 
 
 def _large_weight_tile(rows: int, outputs: int, gated: bool) -> Tile:
-    """A weight that is bound by its bytes: 64 rows cost what one does, so all have wgmma's tiles.
-
-    Few rows: narrow tiles, so that every multiprocessor reads, with many bytes in flight."""
+    """A weight that is bound by its bytes. Few rows: narrow tiles, so that every multiprocessor
+    reads, with many bytes in flight."""
+    if rows <= 16:
+        return Tile(16, 32, 128, warps=4, stages=4)
     if rows <= 64:
         narrow = gated or outputs <= 8192
         return Tile(64, 32 if narrow else 64, 128, warps=4, stages=4)
@@ -130,6 +140,8 @@ def output_tile(rows: int) -> Tile:
 
     Of 8 forms on an H200 the best, or within 3 % of it, for 64 rows and the target's table of
     SmolLM2, and for 128 to 1,024 rows and both tables."""
+    if rows <= 16:
+        return Tile(16, 64, 64, warps=4, stages=4)
     if rows <= 64:
         return Tile(64, 128, 64, warps=4, stages=4)
     return Tile(128, 256, 64, warps=8, stages=3)
@@ -155,7 +167,9 @@ def fused_linear(
     """-> [M, N], or silu(gate) * up [M, N / 2]."""
     block, scales = tile_for(policy, x, weight, gated), None
     if norm is not None and policy.batch_invariant and x.shape[0] > policy.max_normed_rows:
-        x, scales = weigh_rows(x, *norm, block.inputs)
+        # In as many places as the squares of few rows are added up in, inside their product.
+        few = batch_invariant_tile(1, *weight.shape, gated, weight.dtype.itemsize)
+        x, scales = weigh_rows(x, *norm, few.inputs)
         norm = None
     return _product(x, weight, bias, norm, scales, residual, gated, out_dtype or x.dtype, block)
 
