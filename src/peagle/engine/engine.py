@@ -110,7 +110,6 @@ class Engine:
             self.runner.models.state.drafts.shape[1],
             self.eos_token_ids,
             self.clock,
-            gathers_prompts=self.runner.static,
         )
         # A drafter on the host needs the last tokens before it can draft the next.
         overlaps = on_gpu if async_scheduling is None else async_scheduling

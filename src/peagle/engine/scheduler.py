@@ -25,10 +25,6 @@ from peagle.engine.host_batch import Column, HostBatch
 from peagle.engine.request import Request, Status
 from peagle.engine.sampler import SAMPLINGS, sampling_of
 
-# On a GPU a step with prompt rows takes longer by much the same whatever their number, so prompts
-# gather for a few steps, unless they are many: a request that waits for its prompt gives nothing.
-PATIENCE = 4
-MANY = 1 / 8  # of the requests that decode
 # Blocks taken ahead while there are plenty, so that the host does it less often: most answers get
 # all of theirs when they are admitted, and the device is told once.
 BLOCKS_AHEAD = 16
@@ -83,12 +79,8 @@ class Scheduler:
         max_drafts: int,
         eos_token_ids: frozenset[int],
         clock: Clock,
-        *,
-        gathers_prompts: bool = False,
     ) -> None:
         self.allocator, self.clock = allocator, clock
-        self._gathers_prompts = gathers_prompts
-        self._num_gathered = 0  # steps for which prompts have gathered
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.batch = HostBatch(max_num_seqs, max_drafts)
@@ -111,10 +103,7 @@ class Scheduler:
         opened = []
         if self._num_preempted == num_preempted:  # else the victim would come straight back
             opened = self._admit(budget)
-        chunks: list[Chunk] = []
-        joined: list[int] = []
-        if self._is_time_for_prompts(len(slots), budget):
-            chunks, joined = self._schedule_prompts(budget)
+        chunks, joined = self._schedule_prompts(budget)
         slots = np.concatenate((slots, np.array(joined, dtype=np.int64)))
         caps = np.concatenate((caps, np.zeros(len(joined), dtype=np.int64)))
         return Schedule(slots, caps, chunks, opened, [s for s in grown if not s.closed] + opened)
@@ -143,18 +132,6 @@ class Scheduler:
             before = np.cumsum(caps[order]) - caps[order]
             caps[order] = np.clip(left - before, 0, caps[order])
         return caps
-
-    def _is_time_for_prompts(self, num_decoding: int, budget: int) -> bool:
-        if not self._prompting:
-            return False
-        self._num_gathered += 1
-        is_many = len(self._prompting) >= MANY * num_decoding
-        is_full = sum(s.num_prompt_rows + 1 for s in self._prompting) >= budget
-        waits = self._gathers_prompts and self._num_gathered <= PATIENCE
-        if waits and not is_many and not is_full:
-            return False
-        self._num_gathered = 0
-        return True
 
     def _schedule_prompts(self, budget: int) -> tuple[list[Chunk], list[int]]:
         """-> the chunks that fit, and the slots whose newest token comes with them."""

@@ -108,13 +108,13 @@ def batch_invariant_tile(rows: int, outputs: int, inputs: int, gated: bool, item
     if rows <= 256:
         return tile(rows, outputs, inputs, gated, itemsize)._replace(sums=1)
     if rows <= 512:
-        return Tile(64, 32, 64, warps=4, stages=4)
-    return Tile(128, 64, 64, warps=8 if gated else 4, stages=4)
+        return Tile(64, 64, 128, warps=4, stages=3)
+    return Tile(128, 64, 128, warps=8, stages=3)
 
 
 _CHAINS = {
-    "gated": Tile(16, 16, 128, warps=4, stages=4),
-    "wide": Tile(16, 16, 128, warps=4, stages=4),
+    "gated": Tile(16, 16, 128, warps=2, stages=4),
+    "wide": Tile(16, 16, 128, warps=2, stages=4),
     "long": Tile(16, 16, 128, warps=4, stages=4),
     "short": Tile(16, 16, 64, warps=2, stages=8),
 }
@@ -124,7 +124,7 @@ def _large_weight_tile(rows: int, outputs: int, gated: bool) -> Tile:
     """A weight that is bound by its bytes. Few rows: narrow tiles, so that every multiprocessor
     reads, with many bytes in flight."""
     if rows <= 16:
-        return Tile(16, 32, 128, warps=4, stages=4)
+        return Tile(16, 32, 128, warps=2, stages=6)
     if rows <= 64:
         narrow = gated or outputs <= 8192
         return Tile(64, 32 if narrow else 64, 128, warps=4, stages=4)
@@ -141,7 +141,7 @@ def output_tile(rows: int) -> Tile:
     Of 8 forms on an H200 the best, or within 3 % of it, for 64 rows and the target's table of
     SmolLM2, and for 128 to 1,024 rows and both tables."""
     if rows <= 16:
-        return Tile(16, 64, 64, warps=4, stages=4)
+        return Tile(16, 128, 64, warps=4, stages=4)
     if rows <= 64:
         return Tile(64, 128, 64, warps=4, stages=4)
     return Tile(128, 256, 64, warps=8, stages=3)
