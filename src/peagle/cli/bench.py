@@ -73,6 +73,9 @@ def run(
     render.note(f"results: {plan.path}")
     if as_json:
         render.print_json(results.to_json())
+    if plan.batch_invariant and results.lossless is not None and results.lossless.different:
+        render.note(f"{results.lossless.different} answers differ in spite of --batch-invariant")
+        raise typer.Exit(1)
 
 
 @app.command("compare")

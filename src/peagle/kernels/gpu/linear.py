@@ -168,7 +168,8 @@ def fused_linear(
     block, scales = tile_for(policy, x, weight, gated), None
     if norm is not None and policy.batch_invariant and x.shape[0] > policy.max_normed_rows:
         # In as many places as the squares of few rows are added up in, inside their product.
-        few = batch_invariant_tile(1, *weight.shape, gated, weight.dtype.itemsize)
+        outputs, inputs = weight.shape
+        few = batch_invariant_tile(1, outputs, inputs, gated, weight.dtype.itemsize)
         x, scales = weigh_rows(x, *norm, few.inputs)
         norm = None
     return _product(x, weight, bias, norm, scales, residual, gated, out_dtype or x.dtype, block)
