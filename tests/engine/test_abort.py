@@ -35,7 +35,9 @@ def test_abort_before_during_and_after_prefill_leaves_nothing_behind(
     after: int, static: bool
 ) -> None:
     """The prompt takes four steps; later there are steps in flight."""
-    engine = tiny.make_engine(target(), head("p-eagle"), 3, max_num_batched_tokens=16, static=static)
+    engine = tiny.make_engine(
+        target(), head("p-eagle"), 3, max_num_batched_tokens=16, static=static
+    )
     request = engine.add_request("0", LONG, GREEDY)
     for _ in range(after):
         engine.step()

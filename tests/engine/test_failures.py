@@ -130,9 +130,7 @@ def test_a_request_that_bans_every_token_fails_alone(static: bool) -> None:
     for params in (GREEDY, SamplingParams(seed=1, top_p=0.9, top_k=3, max_tokens=5)):
         banned = Job([1, 2], params, bad_word_ids=everything)
         fine = Job([3, 4], GREEDY)
-        first, second = tiny.run(
-            tiny.make_engine(model, static=static), [banned, fine]
-        )
+        first, second = tiny.run(tiny.make_engine(model, static=static), [banned, fine])
         assert (first.finish_reason, first.output_token_ids) == ("error", [])
         assert "every token is banned" in str(first.error)
         assert second.output_token_ids == tiny.naive(model, fine)

@@ -1,4 +1,4 @@
-"""Claim: the GPU's form (padded shapes, collection one step late) and the CPU's give the same tokens,
+"""Claim: the GPU's form (padded shapes, steps collected late) and the CPU's give the same tokens,
 endings and counters, and the answers of a loop that recomputes every prefix."""
 
 from __future__ import annotations

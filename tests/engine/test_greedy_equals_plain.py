@@ -185,9 +185,7 @@ def test_sliding_windows_are_kept_under_speculation(
 
 @both_forms
 @pytest.mark.parametrize("name", ["oracle", "p-eagle, 1 layer"])
-def test_a_stop_token_among_accepted_drafts_ends_the_request_there(
-    name: str, static: bool
-) -> None:
+def test_a_stop_token_among_accepted_drafts_ends_the_request_there(name: str, static: bool) -> None:
     answer = plain()[0]
     end = answer[7]
     first = answer.index(end)

@@ -25,13 +25,15 @@ def target() -> TargetModel:
 
 def check(request: Request, wanted: int) -> None:
     raw = tiny.naive_logits(target(), request.token_ids)[len(request.prompt_token_ids) - 1 : -1]
-    laws = raw.log_softmax(-1)
+    log_probs = raw.log_softmax(-1)
     assert len(request.logprobs) == request.num_outputs
-    for token, entry, law in zip(request.output_token_ids, request.logprobs, laws, strict=True):
+    for token, entry, row in zip(
+        request.output_token_ids, request.logprobs, log_probs, strict=True
+    ):
         assert entry.token_ids[0] == token
-        best = law.sort(descending=True)
+        best = row.sort(descending=True)
         assert entry.token_ids[1:] == best.indices[:wanted].tolist()
-        expected = torch.cat((law[token, None], best.values[:wanted]))
+        expected = torch.cat((row[token, None], best.values[:wanted]))
         torch.testing.assert_close(
             torch.tensor(entry.logprobs, dtype=torch.float64), expected, rtol=0, atol=1e-9
         )

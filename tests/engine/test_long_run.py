@@ -42,9 +42,7 @@ def tensors(engine: Engine) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("contiguous", "static"), [(True, False), (False, False), (False, True)])
-def test_blocks_all_come_back_and_caches_are_allocated_once(
-    contiguous: bool, static: bool
-) -> None:
+def test_blocks_all_come_back_and_caches_are_allocated_once(contiguous: bool, static: bool) -> None:
     engine = small_engine(contiguous, static)
     before = tensors(engine)
     addresses = [t.data_ptr() for t in before]

@@ -1,5 +1,4 @@
-"""Claim 2: sampled output is the target's: coupled, token for token; by rejection, in distribution.
-"""
+"""Claim 2: sampled output is the target's: its tokens (coupled), its distribution (rejection)."""
 
 from __future__ import annotations
 

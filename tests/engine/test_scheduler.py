@@ -505,7 +505,7 @@ def test_no_blocks_are_taken_ahead_while_a_request_waits_for_some() -> None:
 
 def test_a_slot_and_its_outcomes_begin_anew_for_the_next_request() -> None:
     scheduler = make_scheduler(seqs=1)
-    device, (first,) = decoding(scheduler, (2, 20, 3))
+    _, (first,) = decoding(scheduler, (2, 20, 3))
     batch = scheduler.batch
     batch.outcomes[0, 3, 2] = 4
     batch.in_flight[0] = 1
