@@ -32,6 +32,17 @@ def test_time_between_two_runs_is_nobodys(static: bool) -> None:
     assert engine.stats.other_time < PAUSE / 2
 
 
+@both_forms
+def test_no_time_is_counted_twice_where_some_requests_need_the_host(static: bool) -> None:
+    target = tiny.make_target()
+    engine = tiny.make_engine(target, tiny.head_drafter(tiny.make_head(target)), 3, static=static)
+    params = [SamplingParams(temperature=0, max_tokens=20, logprobs=n) for n in (None, 1)]
+    began = time.perf_counter()
+    tiny.run(engine, [Job(p, params[n % 2]) for n, p in enumerate(tiny.prompts(4))])
+    stats, elapsed = engine.stats, time.perf_counter() - began
+    assert stats.draft_time + stats.verify_time + stats.other_time <= elapsed
+
+
 class FakeMark:
     def __init__(self, at: float) -> None:
         self.at = at

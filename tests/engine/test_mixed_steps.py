@@ -168,3 +168,16 @@ def test_both_kinds_come_through_when_blocks_are_short(spare: int, static: bool)
     requests = tiny.run(engine, jobs)
     tiny.check_naive(target(), requests, jobs)
     assert sum(r.num_preemptions for r in requests) > 0
+
+
+@both_forms
+def test_a_report_is_read_at_most_one_step_late_while_others_need_the_host(static: bool) -> None:
+    """What ends is not kept waiting until the steps beside it end, too."""
+    engine = tiny.make_engine(target(), static=static)
+    short = engine.add_request("0", [1, 2], dataclasses.replace(GREEDY, max_tokens=3))
+    long = engine.add_request("1", [3, 4], dataclasses.replace(GREEDY, logprobs=0))
+    for _ in range(3 + static):
+        engine.step()
+    assert short.finish_reason == "length"
+    assert long.num_outputs == 3 + static
+    engine.abort(long)
