@@ -8,95 +8,160 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from peagle.config import EngineConfig
 from peagle.engine.engine import Engine, Speculation
 from peagle.errors import ConfigError, RequestError
+from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 
 from . import tiny
-from .tiny import GREEDY, VOCAB, Job
+from .tiny import GREEDY, VOCAB, Job, both_forms
 
 POISON = 39  # a token whose embedding is NaN in `poisoned`
 PROMPTS = [[t for t in p if t != POISON] or [1] for p in tiny.prompts(4, seed=5)]
-SAMPLED = SamplingParams(seed=2, max_tokens=20, top_p=0.95, logit_bias={POISON: -100.0})
+SAMPLED = SamplingParams(seed=2, max_tokens=20, top_p=0.95, ignore_eos=True)
+
+
+class Shy(TargetModel):
+    """Never chooses POISON, so that only prompts and drafts hold it."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = super().logits(hidden)
+        logits[..., POISON] = logits.amin(-1) - 100.0
+        return logits
 
 
 @cache
 def poisoned() -> TargetModel:
     model = tiny.make_target(torch.float64)
     model.embed_tokens.weight[POISON] = torch.nan
-    model.lm_head.weight[POISON] = -10 * model.lm_head.weight.mean(0)
+    model.__class__ = Shy
     return model
 
 
+def head(model: TargetModel, method: str = "p-eagle", **changes: Any) -> EagleNetwork:
+    return tiny.make_head(model, method, **changes)
+
+
 def jobs() -> list[Job]:
-    bias = {POISON: -100.0}  # never chosen, so that only prompts and drafts hold it
-    greedy = dataclasses.replace(GREEDY, logit_bias=bias)
-    return [Job(p, greedy if n % 2 else SAMPLED) for n, p in enumerate(PROMPTS)]
+    """The last one's logits are changed on the host."""
+    plain = [Job(p, SAMPLED if n % 2 else GREEDY) for n, p in enumerate(PROMPTS)]
+    biased = dataclasses.replace(plain[-1].params, logit_bias={3: 1.5})
+    return [*plain[:-1], Job(PROMPTS[-1], biased)]
 
 
+@both_forms
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
-@pytest.mark.parametrize("method", ["none", "ngram-like", "p-eagle"])
+@pytest.mark.parametrize("method", ["none", "ngram-like", "p-eagle", "eagle3"])
 def test_nan_logits_fail_one_request_and_leave_its_neighbours_alone(
-    verification: Any, method: str
+    verification: Any, method: str, static: bool
 ) -> None:
-    alone = [tiny.naive(poisoned(), job) for job in jobs()]
-    known = [j.prompt + a for j, a in zip(jobs(), alone, strict=True)]
-    drafter = {
-        "none": lambda: None,
-        "ngram-like": lambda: tiny.mixed(known),
-        "p-eagle": lambda: tiny.head_drafter(tiny.make_head(poisoned(), draft_vocab_size=20)),
-    }[method]()
-    engine = tiny.make_engine(poisoned(), drafter, 3, verification, max_num_batched_tokens=12)
-    sick = Job([1, POISON, 2], GREEDY, joins=1)
-    requests = tiny.run(engine, [*jobs(), sick, Job([*PROMPTS[0], POISON], SAMPLED, joins=3)])
-    answers = tiny.answers_of(requests)
-    healthy = range(4) if verification == "coupled" or drafter is None else (1, 3)
-    if not (verification == "rejection" and drafter is None):
-        assert [answers[n] for n in healthy] == [alone[n] for n in healthy]
-    assert [r.finish_reason for r in requests] == ["length"] * 4 + ["error"] * 2
-    for request in requests[4:]:
+    healthy = jobs()
+    sick = [Job([1, POISON, 2], GREEDY, joins=1), Job([*PROMPTS[0], POISON], SAMPLED, joins=3)]
+
+    def engine() -> Engine:
+        drafter = {
+            "none": lambda: None,
+            "ngram-like": lambda: tiny.mixed(tiny.known(poisoned(), healthy)),
+            "p-eagle": lambda: tiny.head_drafter(head(poisoned(), draft_vocab_size=20)),
+            "eagle3": lambda: tiny.head_drafter(head(poisoned(), "eagle3")),
+        }[method]()
+        return tiny.make_engine(poisoned(), drafter, 3, verification, static=static)
+
+    requests = tiny.run(engine(), [*healthy, *sick])
+    assert [r.finish_reason for r in requests] == ["length"] * len(healthy) + ["error"] * 2
+    for request in requests[len(healthy) :]:
         assert request.output_token_ids == []
         assert request.error is not None
         assert "NaN" in request.error
+    step = 2 if verification == "rejection" and method != "none" else 1  # the greedy ones, or all
+    tiny.check_naive(poisoned(), requests[: len(healthy) : step], healthy[::step])
+    if method != "ngram-like":  # whose drafts come from one stream for all
+        alone = tiny.answers_of(tiny.run(engine(), healthy))
+        assert tiny.answers_of(requests[: len(healthy)]) == alone
 
 
-def test_a_draft_that_breaks_the_target_does_not_fail_the_request() -> None:
+class PoisonousScript(tiny.Script):
+    """Drafts of a script, but now and then the third is POISON."""
+
+    def drafts(self, prompt: Any, num_tokens: int, k: int) -> list[int]:
+        tokens = super().drafts(prompt, num_tokens, k)
+        return [*tokens[:2], POISON, *tokens[3:]][:k] if num_tokens % 3 == 0 else tokens
+
+
+@both_forms
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_a_draft_that_breaks_the_target_does_not_fail_the_request(
+    method: str, static: bool
+) -> None:
     """Plain decoding would never have run that token, so nothing may be seen of it."""
-    alone = [tiny.naive(poisoned(), job) for job in jobs()]
-    known = [j.prompt + a for j, a in zip(jobs(), alone, strict=True)]
-    knows = tiny.oracle(known)
-    drafter = tiny.ScriptedDrafter(
-        lambda h, k: [*knows.script(h, k)[:2], POISON] if len(h) % 3 == 0 else knows.script(h, k)
-    )
-    engine = tiny.make_engine(poisoned(), drafter, 4)
-    requests = tiny.run(engine, jobs())
-    assert tiny.answers_of(requests) == alone
+    script = PoisonousScript(tiny.known(poisoned(), jobs()))
+    drafter = tiny.ScriptedHead(head(poisoned(), method), script)
+    requests = tiny.run(tiny.make_engine(poisoned(), drafter, 4, static=static), jobs())
+    tiny.check_naive(poisoned(), requests, jobs())
     assert [r.finish_reason for r in requests] == ["length"] * 4
 
 
-def test_a_request_that_bans_every_token_fails_alone() -> None:
+@both_forms
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_a_drafter_of_nan_costs_acceptance_alone(
+    method: str, verification: Any, static: bool
+) -> None:
+    model = tiny.make_target(torch.float64)
+    network = head(model, method)
+    for weight in network.parameters():
+        weight.fill_(torch.nan)
+    drafter = tiny.head_drafter(network)
+    requests = tiny.run(tiny.make_engine(model, drafter, 3, verification, static=static), jobs())
+    step = 1 if verification == "coupled" else 2  # all, or the greedy ones
+    tiny.check_naive(model, requests[::step], jobs()[::step])
+    assert [r.finish_reason for r in requests] == ["length"] * 4
+    assert all(r.stats.num_drafts > 0 for r in requests)
+
+
+@both_forms
+def test_a_request_that_bans_every_token_fails_alone(static: bool) -> None:
     model = tiny.make_target(torch.float64)
     everything = [[t] for t in range(VOCAB)]
     for params in (GREEDY, SamplingParams(seed=1, top_p=0.9, top_k=3, max_tokens=5)):
         banned = Job([1, 2], params, bad_word_ids=everything)
         fine = Job([3, 4], GREEDY)
-        first, second = tiny.run(tiny.make_engine(model), [banned, fine])
+        first, second = tiny.run(tiny.make_engine(model, static=static), [banned, fine])
         assert (first.finish_reason, first.output_token_ids) == ("error", [])
         assert "every token is banned" in str(first.error)
         assert second.output_token_ids == tiny.naive(model, fine)
 
 
-def test_nan_in_the_middle_of_an_answer_keeps_what_was_said() -> None:
-    model = poisoned()
-    bias = {POISON: 100.0}
-    job = Job([1, 2], dataclasses.replace(GREEDY, logit_bias=bias))
-    for drafter in (None, tiny.random_drafts()):
-        (request,) = tiny.run(tiny.make_engine(model, drafter), [job])
-        assert request.output_token_ids == [POISON]
-        assert request.finish_reason == "error"
+@cache
+def fails_after(num_outputs: int) -> tuple[TargetModel, list[int]]:
+    """A target that is NaN once it has read its own output number `num_outputs`."""
+    model, output = tiny.make_target(torch.float64), list[int]()
+    while len(output) < num_outputs:
+        output.append(int(tiny.naive_logits(model, [1, 2, *output])[-1].argmax()))
+    model.embed_tokens.weight[output[-1]] = torch.nan
+    return model, output
+
+
+@both_forms
+@pytest.mark.parametrize("method", ["none", "p-eagle", "eagle3"])
+@pytest.mark.parametrize("num_outputs", [1, 4, 6])
+def test_nan_in_the_middle_of_an_answer_keeps_what_was_said(
+    method: str, num_outputs: int, static: bool
+) -> None:
+    model, output = fails_after(num_outputs)
+    first = output.index(output[-1]) + 1  # that token may have been said before
+    job, well = Job([1, 2], GREEDY), Job([3, 4], GREEDY)
+    fine = tiny.make_target(torch.float64)
+    script = tiny.Script([[1, 2, *output], [3, 4, *tiny.naive(fine, well)]], seed=1)
+    drafter = None if method == "none" else tiny.ScriptedHead(head(model, method), script)
+    sick, _ = tiny.run(tiny.make_engine(model, drafter, 4, static=static), [job, well])
+    assert sick.output_token_ids == output[:first]
+    assert sick.finish_reason == "error"
+    assert f"at output {first}" in str(sick.error)
 
 
 @pytest.mark.parametrize(
@@ -135,21 +200,8 @@ def test_a_cache_too_small_for_one_request_is_refused() -> None:
         Engine(tiny.make_target(), EngineConfig(kv_cache_memory_bytes=1 << 12))
 
 
-def test_a_step_without_requests_does_nothing() -> None:
-    engine = tiny.make_engine(tiny.make_target(), tiny.random_drafts())
+@both_forms
+def test_a_step_without_requests_does_nothing(static: bool) -> None:
+    engine = tiny.make_engine(tiny.make_target(), tiny.random_drafts(), static=static)
     assert engine.step() == []
     assert engine.stats.num_steps == 0
-
-
-def test_aborting_twice_or_late_does_no_harm() -> None:
-    engine = tiny.make_engine(tiny.make_target(), tiny.random_drafts(), max_num_seqs=1)
-    running, waiting = (engine.add_request(str(n), [1, 2], GREEDY) for n in range(2))
-    engine.step()
-    for _ in range(2):
-        engine.abort(running)
-        engine.abort(waiting)
-    assert not engine.has_unfinished
-    assert engine.allocator.num_free == engine.allocator.num_blocks
-    (done,) = tiny.run(engine, [Job([1, 2], GREEDY)])
-    engine.abort(done)
-    assert done.finish_reason == "length"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from functools import cache
 from typing import Any
 
@@ -18,7 +17,7 @@ from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 
 from . import tiny
-from .tiny import GREEDY, Job
+from .tiny import GREEDY, Job, both_forms
 
 PROMPTS = tiny.prompts(5, seed=3)
 DRAFTERS = ["oracle", "wrong", "random", "mixed", "one", "none", "ngram"]
@@ -48,17 +47,22 @@ def scripted(name: str, dtype: torch.dtype = torch.float32) -> Drafter:
     return makers[name]()
 
 
-def test_the_plain_engine_equals_a_loop_that_recomputes_every_prefix() -> None:
-    requests = tiny.run(tiny.make_engine(target()), [Job(p, GREEDY) for p in PROMPTS])
+@both_forms
+def test_the_plain_engine_equals_a_loop_that_recomputes_every_prefix(static: bool) -> None:
+    engine = tiny.make_engine(target(), static=static)
+    requests = tiny.run(engine, [Job(p, GREEDY) for p in PROMPTS])
     assert tiny.answers_of(requests) == plain()
     assert len({tuple(a) for a in plain()}) == len(PROMPTS)  # the oracle is not trivial
     assert all(len(set(a)) > 3 for a in plain())
 
 
+@both_forms
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("k", [1, 2, 5, 16])
-def test_any_scripted_drafter_leaves_greedy_output_unchanged(name: str, k: int) -> None:
-    engine = tiny.make_engine(target(), scripted(name), k)
+def test_any_scripted_drafter_leaves_greedy_output_unchanged(
+    name: str, k: int, static: bool
+) -> None:
+    engine = tiny.make_engine(target(), scripted(name), k, static=static)
     requests = tiny.run(engine, [Job(p, GREEDY) for p in PROMPTS])
     assert tiny.answers_of(requests) == plain()
 
@@ -90,19 +94,27 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
+@both_forms
 @pytest.mark.parametrize(
     ("name", "k"),
     [*((name, 7) for name in HEADS)]
     + [(name, k) for name in ("p-eagle, 2 layers", "eagle3") for k in (1, 2, 16)],
 )
-def test_any_head_leaves_greedy_output_unchanged(name: str, k: int) -> None:
+def test_any_head_leaves_greedy_output_unchanged(name: str, k: int, static: bool) -> None:
     drafter = tiny.head_drafter(tiny.make_head(target(), **HEADS[name]))
-    requests = tiny.run(tiny.make_engine(target(), drafter, k), [Job(p, GREEDY) for p in PROMPTS])
+    engine = tiny.make_engine(target(), drafter, k, static=static)
+    requests = tiny.run(engine, [Job(p, GREEDY) for p in PROMPTS])
     assert tiny.answers_of(requests) == plain()
 
 
+def knowing_head() -> tiny.ScriptedHead:
+    """Drafts of any number are right."""
+    script = tiny.Script([p + a for p, a in zip(PROMPTS, plain(), strict=True)])
+    return tiny.ScriptedHead(tiny.make_head(target()), script)
+
+
 @pytest.mark.parametrize("name", ["mixed", "ngram", "p-eagle, 2 layers", "eagle3"])
-@settings(max_examples=8)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_greedy_output_is_unchanged_in_batches_that_change_at_every_step(
     name: str, data: st.DataObject
@@ -127,31 +139,16 @@ def test_greedy_output_is_unchanged_in_batches_that_change_at_every_step(
         max_num_seqs=data.draw(st.integers(1, 5), label="max_num_seqs"),
         max_num_batched_tokens=data.draw(st.integers(1, 24), label="budget"),
         block_size=data.draw(st.sampled_from([1, 3, 16]), label="block_size"),
+        static=data.draw(st.booleans(), label="static"),
     )
     assert tiny.answers_of(tiny.run(engine, jobs)) == expected
 
 
-def test_requests_that_leave_by_abort_do_not_disturb_the_others() -> None:
-    rng = random.Random(0)
-    drafter = tiny.head_drafter(tiny.make_head(target(), num_hidden_layers=2))
-    engine = tiny.make_engine(target(), drafter, 5, max_num_seqs=4)
-    kept = [engine.add_request(f"kept {n}", p, GREEDY) for n, p in enumerate(PROMPTS)]
-    doomed = []
-    while engine.has_unfinished:
-        if any(r.finish_reason is None for r in kept):
-            doomed.append(engine.add_request("doomed", rng.choice(PROMPTS), GREEDY))
-        engine.step()
-        for request in doomed:
-            if rng.random() < 0.5:
-                engine.abort(request)
-    assert tiny.answers_of(kept) == plain()
-    assert {r.finish_reason for r in doomed} <= {"abort", "length"}
-    assert engine.allocator.num_free == engine.allocator.num_blocks
-
-
-def test_a_request_without_speculation_is_never_drafted_for() -> None:
+@both_forms
+def test_a_request_without_speculation_is_never_drafted_for(static: bool) -> None:
     params = dataclasses.replace(GREEDY, num_speculative_tokens=0)
-    engine = tiny.make_engine(target(), scripted("oracle"), 4)
+    drafter = tiny.head_drafter(tiny.make_head(target()))
+    engine = tiny.make_engine(target(), drafter, 4, static=static)
     jobs = [Job(PROMPTS[0], params), Job(PROMPTS[1], GREEDY)]
     off, on = tiny.run(engine, jobs)
     assert tiny.answers_of([off, on]) == plain()[:2]
@@ -159,32 +156,41 @@ def test_a_request_without_speculation_is_never_drafted_for() -> None:
     assert on.stats.num_draft_tokens > 0
 
 
-def test_greedy_requests_are_unchanged_next_to_sampled_ones() -> None:
+@both_forms
+def test_greedy_requests_are_unchanged_next_to_sampled_ones(static: bool) -> None:
     sampled = SamplingParams(temperature=1.3, top_p=0.9, seed=5, max_tokens=20)
     jobs = [Job(p, GREEDY if n % 2 else sampled, joins=n) for n, p in enumerate(PROMPTS)]
     for verification in ("coupled", "rejection"):
         drafter = tiny.head_drafter(tiny.make_head(target()))
-        engine = tiny.make_engine(target(), drafter, 4, verification)
+        engine = tiny.make_engine(target(), drafter, 4, verification, static=static)
         answers = tiny.answers_of(tiny.run(engine, jobs))
         assert answers[1::2] == plain()[1::2]
 
 
+@both_forms
 @pytest.mark.parametrize("windows", [(4, 4), (None, 6), (1, None)])
-def test_sliding_windows_are_kept_under_speculation(windows: tuple[int | None, ...]) -> None:
+def test_sliding_windows_are_kept_under_speculation(
+    windows: tuple[int | None, ...], static: bool
+) -> None:
     model = tiny.make_target(torch.float64, sliding_windows=windows)
     jobs = [Job(p, GREEDY) for p in [*PROMPTS, list(range(30))]]
     expected = [tiny.naive(model, job) for job in jobs]
     known = [j.prompt + a for j, a in zip(jobs, expected, strict=True)]
     for budget in (64, 8):  # long prompts whole and in chunks
-        engine = tiny.make_engine(model, tiny.mixed(known), 6, max_num_batched_tokens=budget)
+        engine = tiny.make_engine(
+            model, tiny.mixed(known), 6, max_num_batched_tokens=budget, static=static
+        )
         assert tiny.answers_of(tiny.run(engine, jobs)) == expected
 
 
-def test_a_stop_token_among_accepted_drafts_ends_the_request_there() -> None:
+@both_forms
+@pytest.mark.parametrize("name", ["oracle", "p-eagle, 1 layer"])
+def test_a_stop_token_among_accepted_drafts_ends_the_request_there(name: str, static: bool) -> None:
     answer = plain()[0]
     end = answer[7]
     first = answer.index(end)
-    engine = tiny.make_engine(target(), scripted("oracle"), 16, eos=[end])
+    drafter = scripted(name) if name == "oracle" else knowing_head()
+    engine = tiny.make_engine(target(), drafter, 16, eos=[end], static=static)
     by_eos, by_id, ignoring = tiny.run(
         engine,
         [

@@ -10,13 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.engine.kv_cache import slot_bytes, target_layout
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 
 from . import tiny
-from .tiny import Job
+from .tiny import Job, both_forms
 
 PROMPTS = tiny.prompts(6, seed=21, longest=24)
 MODES: list[dict[str, Any]] = [
@@ -49,13 +48,6 @@ def drafter_named(name: str) -> Drafter | None:
     return tiny.head_drafter(tiny.make_head(target(), name))
 
 
-def bytes_for(drafter: Drafter | None, num_tokens: int) -> int:
-    layouts = [target_layout(target())]
-    if drafter is not None and drafter.cache_layout is not None:
-        layouts.append(drafter.cache_layout)
-    return num_tokens * sum(slot_bytes(layout, torch.float64) for layout in layouts)
-
-
 @settings(max_examples=25)
 @given(
     name=st.sampled_from(["plain", "mixed", "p-eagle", "eagle3"]),
@@ -66,6 +58,7 @@ def bytes_for(drafter: Drafter | None, num_tokens: int) -> int:
     seqs=st.integers(1, 6),
     block_size=st.sampled_from([1, 2, 5, 16]),
     spare=st.integers(0, 40),
+    static=st.booleans(),
 )
 def test_tokens_depend_on_the_request_alone(
     name: str,
@@ -76,6 +69,7 @@ def test_tokens_depend_on_the_request_alone(
     seqs: int,
     block_size: int,
     spare: int,
+    static: bool,
 ) -> None:
     drafter = drafter_named(name)
     longest = -(-40 // block_size) * block_size
@@ -87,38 +81,22 @@ def test_tokens_depend_on_the_request_alone(
         max_num_batched_tokens=budget,
         block_size=block_size,
         max_model_len=40,
-        kv_cache_memory_bytes=bytes_for(drafter, longest + spare),
+        static=static,
+        **tiny.room_for(longest + spare, target(), drafter),
     )
     order = sorted(chosen, key=lambda n: joins[n])
     requests = tiny.run(engine, [JOBS[n]._replace(joins=joins[n]) for n in order])
     assert tiny.answers_of(requests) == [expected()[n] for n in order]
 
 
-@pytest.mark.parametrize("name", ["plain", "mixed", "p-eagle", "eagle3"])
-def test_preempted_requests_finish_with_the_same_tokens(name: str) -> None:
-    drafter = drafter_named(name)
-    engine = tiny.make_engine(
-        target(),
-        drafter,
-        4,
-        max_model_len=40,
-        block_size=2,
-        max_num_batched_tokens=16,
-        kv_cache_memory_bytes=bytes_for(drafter, 60),
-    )
-    requests = tiny.run(engine, JOBS)
-    assert tiny.answers_of(requests) == expected()
-    assert sum(r.num_preemptions for r in requests) >= 2
-    assert requests[0].num_preemptions == 0  # the oldest is never thrown out
-
-
-def test_chunked_prefill_gives_the_tokens_of_whole_prompts() -> None:
+@both_forms
+def test_chunked_prefill_gives_the_tokens_of_whole_prompts(static: bool) -> None:
     long = Job([n % tiny.VOCAB for n in range(70)], SamplingParams(temperature=0.0, max_tokens=8))
     answer = tiny.naive(target(), long)
     for budget in (4, 7, 18, 40, 69, 70, 128):
         drafter = tiny.head_drafter(tiny.make_head(target(), num_hidden_layers=2))
         engine = tiny.make_engine(
-            target(), drafter, 3, max_num_batched_tokens=budget, max_num_seqs=3
+            target(), drafter, 3, max_num_batched_tokens=budget, max_num_seqs=3, static=static
         )
         requests = tiny.run(engine, [JOBS[0], long])
         assert tiny.answers_of(requests) == [expected()[0], answer], budget
@@ -127,14 +105,14 @@ def test_chunked_prefill_gives_the_tokens_of_whole_prompts() -> None:
 def test_a_step_never_has_more_rows_than_max_num_batched_tokens() -> None:
     engine = tiny.make_engine(target(), drafter_named("mixed"), 4, max_num_batched_tokens=3)
     rows: list[int] = []
-    forward = engine.target.forward
+    run = engine.target.run
 
-    def counting(token_ids: torch.Tensor, *rest: Any) -> Any:
-        rows.append(len(token_ids))
-        return forward(token_ids, *rest)
+    def counting(x: torch.Tensor, *rest: Any) -> Any:
+        rows.append(len(x))
+        return run(x, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.target, "forward", counting)
+        patch.setattr(engine.target, "run", counting)
         requests = tiny.run(engine, JOBS)
     assert max(rows) == 3
     assert tiny.answers_of(requests) == expected()
@@ -142,9 +120,8 @@ def test_a_step_never_has_more_rows_than_max_num_batched_tokens() -> None:
 
 def test_tokens_are_the_same_where_blocks_are_scattered() -> None:
     """So short of blocks that reservations are taken by others: caches are gathered."""
-    engine = tiny.make_engine(
-        target(), None, block_size=1, max_model_len=40, kv_cache_memory_bytes=bytes_for(None, 60)
-    )
+    room = tiny.room_for(60, target(), None)
+    engine = tiny.make_engine(target(), None, block_size=1, max_model_len=40, **room)
     requests = [engine.add_request(str(n), j.prompt, j.params) for n, j in enumerate(JOBS)]
     in_one_piece = set()
     while engine.has_unfinished:

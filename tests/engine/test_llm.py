@@ -31,7 +31,7 @@ def readable(plain_llm: LLM) -> SamplingParams:
 def use_oracle(llm: LLM, *outputs: RequestOutput) -> None:
     """Whole answers then fall into few steps: stops must be found inside them."""
     known = [o.prompt_token_ids + o.outputs[0].token_ids for o in outputs]
-    llm.engine.runner.drafter = tiny.oracle(known)
+    llm.engine._host_drafter = tiny.oracle(known)
 
 
 def all_blocks_are_free(llm: LLM) -> bool:
@@ -250,16 +250,16 @@ def test_streams_read_side_by_side_do_not_disturb_each_other(plain_llm: LLM, spe
 def test_ctrl_c_inside_generate_frees_all_blocks(
     spec_llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward, calls = spec_llm.engine.runner.forward, []
+    run, calls = spec_llm.engine.runner.run, []
 
     def interrupted(*args: Any) -> Any:
         calls.append(1)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return forward(*args)
+        return run(*args)
 
     before = spec_llm.generate(TEXT, GREEDY)[0].outputs[0]
-    monkeypatch.setattr(spec_llm.engine.runner, "forward", interrupted)
+    monkeypatch.setattr(spec_llm.engine.runner, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         spec_llm.generate([TEXT, "a", "b"], GREEDY)
     monkeypatch.undo()

@@ -13,7 +13,7 @@ from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 
 from . import tiny
-from .tiny import VOCAB, Job
+from .tiny import VOCAB, Job, both_forms
 
 PROMPTS = tiny.prompts(3, seed=14)
 
@@ -25,13 +25,15 @@ def target() -> TargetModel:
 
 def check(request: Request, wanted: int) -> None:
     raw = tiny.naive_logits(target(), request.token_ids)[len(request.prompt_token_ids) - 1 : -1]
-    laws = raw.log_softmax(-1)
+    log_probs = raw.log_softmax(-1)
     assert len(request.logprobs) == request.num_outputs
-    for token, entry, law in zip(request.output_token_ids, request.logprobs, laws, strict=True):
+    for token, entry, row in zip(
+        request.output_token_ids, request.logprobs, log_probs, strict=True
+    ):
         assert entry.token_ids[0] == token
-        best = law.sort(descending=True)
+        best = row.sort(descending=True)
         assert entry.token_ids[1:] == best.indices[:wanted].tolist()
-        expected = torch.cat((law[token, None], best.values[:wanted]))
+        expected = torch.cat((row[token, None], best.values[:wanted]))
         torch.testing.assert_close(
             torch.tensor(entry.logprobs, dtype=torch.float64), expected, rtol=0, atol=1e-9
         )
@@ -39,9 +41,10 @@ def check(request: Request, wanted: int) -> None:
         assert entry.ranks == [rank, *range(1, len(entry.token_ids))]
 
 
+@both_forms
 @pytest.mark.parametrize("method", ["plain", "mixed", "p-eagle"])
 @pytest.mark.parametrize("wanted", [0, 1, 5, VOCAB + 10])
-def test_logprobs_are_the_plain_targets_raw_ones(method: str, wanted: int) -> None:
+def test_logprobs_are_the_plain_targets_raw_ones(method: str, wanted: int, static: bool) -> None:
     modes = [
         SamplingParams(temperature=0.0, logprobs=wanted, max_tokens=12),
         SamplingParams(seed=1, temperature=1.5, top_k=7, logprobs=wanted, max_tokens=12),
@@ -54,13 +57,14 @@ def test_logprobs_are_the_plain_targets_raw_ones(method: str, wanted: int) -> No
         "mixed": lambda: tiny.mixed(known),
         "p-eagle": lambda: tiny.head_drafter(tiny.make_head(target())),
     }[method]()
-    for request in tiny.run(tiny.make_engine(target(), drafter, 5), jobs):
+    for request in tiny.run(tiny.make_engine(target(), drafter, 5, static=static), jobs):
         check(request, min(wanted, VOCAB))
 
 
-def test_rejection_reports_the_targets_logprobs_too() -> None:
+@both_forms
+def test_rejection_reports_the_targets_logprobs_too(static: bool) -> None:
     drafter = tiny.head_drafter(tiny.make_head(target()))
-    engine = tiny.make_engine(target(), drafter, 4, "rejection")
+    engine = tiny.make_engine(target(), drafter, 4, "rejection", static=static)
     params = SamplingParams(logprobs=2, max_tokens=12)
     for request in tiny.run(engine, [Job(p, params) for p in PROMPTS]):
         check(request, 2)

@@ -6,21 +6,28 @@ the noise, and nothing else. It recomputes the whole prefix for every token.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
 from peagle.config import EngineConfig, Verification
 from peagle.engine.engine import Engine, Speculation
+from peagle.engine.host_sampling import HostSampling
+from peagle.engine.kv_cache import slot_bytes, target_layout
 from peagle.engine.request import Request
+from peagle.engine.runner import Report, Runner
+from peagle.engine.scheduler import Chunk, Slot
+from peagle.engine.step import StepShape
 from peagle.models.attention import causal_attention
 from peagle.models.config import DecoderConfig
-from peagle.models.drafter import CacheLayout, Drafter, SequenceDraft
+from peagle.models.drafter import CacheLayout, DraftBatch, Drafter, NetworkDrafter, SequenceDraft
 from peagle.models.eagle import EagleNetwork, initialise, shared_tables
 from peagle.models.eagle3 import Eagle3Drafter
 from peagle.models.head_config import HeadConfig
@@ -34,6 +41,10 @@ VOCAB = 40
 CONTEXT = 96
 HIDDEN = 32
 ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
+
+# Exact: rows and collection as on a CPU. Static: padded shapes, collected one step late, as on a
+# GPU.
+both_forms = pytest.mark.parametrize("static", [False, True], ids=["exact", "static"])
 
 
 def llama_config(**changes: Any) -> LlamaConfig:
@@ -191,6 +202,48 @@ def few(answers: Sequence[Sequence[int]], count: int) -> ScriptedDrafter:
     return ScriptedDrafter(lambda h, k: knows.script(h, k)[:count])
 
 
+class Script:
+    """Knows whole answers. How many drafts are right changes from position to position."""
+
+    def __init__(self, answers: Sequence[Sequence[int]], seed: int = 0) -> None:
+        self.answers = [list(a) for a in answers]
+        self.seed = seed
+
+    def drafts(self, prompt: Sequence[int], num_tokens: int, k: int) -> list[int]:
+        answer = next(a for a in self.answers if a[: len(prompt)] == list(prompt))
+        right = random.Random(f"{self.seed} {num_tokens} {len(answer)}").choice((0, 1, 2, 4, 9))
+        known = (answer[num_tokens:] + [0] * k)[:k]
+        return [t if d < right else (t + 1) % VOCAB for d, t in enumerate(known)]
+
+
+class ScriptedHead:
+    """Runs a head inside the step, so that its cache is used, but drafts by the script."""
+
+    method = "scripted head"
+
+    def __init__(self, network: EagleNetwork, script: Script) -> None:
+        self.head: NetworkDrafter = head_drafter(network)  # type: ignore[assignment]
+        self.script = script
+        self.tap_layers = self.head.tap_layers
+        self.cache_layout = self.head.cache_layout
+        self.max_positions = self.head.max_positions
+        self.max_speculative_tokens = self.head.max_speculative_tokens
+        self.engine: Engine | None = None  # make_engine says which
+
+    def propose(self, batch: DraftBatch) -> Tensor:
+        assert self.engine is not None
+        drafts = self.head.propose(batch)
+        num_tokens = (batch.starts + batch.num_real + 1).tolist()
+        for row, (slot, count) in enumerate(
+            zip(batch.slots.tolist(), batch.num_drafts.tolist(), strict=True)
+        ):
+            if count:
+                prompt = self.engine.scheduler.running[slot].request.prompt_token_ids
+                tokens = self.script.drafts(prompt, num_tokens[row], batch.depth)
+                drafts[row] = torch.tensor(tokens)
+        return drafts
+
+
 class Job(NamedTuple):
     """A request and the step at which it joins."""
 
@@ -211,10 +264,11 @@ def make_engine(
     static: bool = False,
     **options: Any,
 ) -> Engine:
-    """`static`: padded shapes and collection one step late, as under CUDA graphs."""
+    """`static`: padded shapes and collection one step late, as under CUDA graphs. Every step is
+    watched: see WatchedRunner."""
     speculation = None if drafter is None else Speculation(drafter, k, verification)
     config = EngineConfig(**{"max_num_seqs": 8, "block_size": 4} | options)
-    return Engine(
+    engine = Engine(
         target,
         config,
         eos_token_ids=eos,
@@ -222,6 +276,52 @@ def make_engine(
         static_shapes=static,
         async_scheduling=static,
     )
+    engine.runner.__class__ = WatchedRunner
+    watched(engine).engine, watched(engine).shapes = engine, []
+    if isinstance(drafter, ScriptedHead):
+        drafter.engine = engine
+    return engine
+
+
+class WatchedRunner(Runner):
+    """Keeps the shapes, and asserts of each step that its rows have room, that the host's idea of
+    the device is right, and that the padding slot never advances."""
+
+    engine: Engine
+    shapes: list[StepShape]
+
+    def run(
+        self,
+        shape: StepShape,
+        slots: Sequence[int],
+        caps: Sequence[int],
+        chunks: Sequence[Chunk],
+        host: HostSampling | None = None,
+    ) -> Report:
+        self.shapes.append(self._padded(shape, chunks))
+        for index in slots:
+            self._check_slot(self.engine.scheduler.running[index])
+        report = super().run(shape, slots, caps, chunks, host)
+        state = self.models.state
+        assert state.numbers[1:4, state.padding].tolist() == [0, 0, 0]  # computed, limit, prompt
+        assert int(state.num_drafts[state.padding]) == 0
+        return report
+
+    def _check_slot(self, slot: Slot) -> None:
+        state, batch, table = self.models.state, self.engine.scheduler.batch, slot.request.table
+        assert table is not None
+        n = slot.index
+        assert state.block_tables[n, : len(table.blocks)].tolist() == table.blocks
+        assert int(state.capacity[n]) == table.capacity == batch.capacity[n]
+        computed, limit = int(state.num_computed[n]), int(state.limits[n])
+        assert batch.num_computed[n] <= computed <= batch.start()[n]
+        if computed + 1 < limit:  # else it writes nothing
+            assert computed < table.capacity
+
+
+def watched(engine: Engine) -> WatchedRunner:
+    assert isinstance(engine.runner, WatchedRunner)
+    return engine.runner
 
 
 def run(engine: Engine, jobs: Sequence[Job], max_steps: int = 2000) -> list[Request]:
@@ -238,8 +338,75 @@ def run(engine: Engine, jobs: Sequence[Job], max_steps: int = 2000) -> list[Requ
         engine.step()
         engine.allocator.check([r.table for r in requests.values() if r.table is not None])
         step += 1
-    assert engine.allocator.num_free == engine.allocator.num_blocks
+    assert is_idle(engine)
     return [requests[n] for n in range(len(jobs))]
+
+
+def run_both(
+    target: TargetModel,
+    drafter: Drafter | None,
+    k: int,
+    jobs: Sequence[Job],
+    verification: Verification = "coupled",
+    **options: Any,
+) -> tuple[list[Request], Engine]:
+    """Runs the jobs in both forms: same tokens, endings and counters; -> the static one's."""
+    engines = [
+        make_engine(target, drafter, k, verification, static=static, **options)
+        for static in (False, True)
+    ]
+    if isinstance(drafter, ScriptedHead):
+        drafter.engine = engines[0]
+    exact = run(engines[0], jobs)
+    if isinstance(drafter, ScriptedHead):
+        drafter.engine = engines[1]
+    static = run(engines[1], jobs)
+    assert answers_of(static) == answers_of(exact)
+    assert endings(static) == endings(exact)
+    assert counters(static) == counters(exact)
+    return static, engines[1]
+
+
+def endings(requests: Sequence[Request]) -> list[tuple[Any, ...]]:
+    return [(r.finish_reason, r.stop_reason, r.error) for r in requests]
+
+
+def counters(requests: Sequence[Request]) -> list[dict[str, Any]]:
+    """Everything that is counted, but no times."""
+    return [
+        {k: v for k, v in dataclasses.asdict(r.stats).items() if not k.endswith("_time")}
+        for r in requests
+    ]
+
+
+def is_idle(engine: Engine) -> bool:
+    """All blocks and slots are back."""
+    scheduler = engine.scheduler
+    return (
+        not engine.has_unfinished
+        and engine.allocator.num_free == engine.allocator.num_blocks
+        and len(scheduler._free) == scheduler.max_num_seqs
+        and not scheduler.running
+        and not scheduler.batch.in_flight.any()
+    )
+
+
+def room_for(num_tokens: int, target: TargetModel, drafter: Drafter | None) -> dict[str, Any]:
+    """Options of an engine whose caches hold that many tokens."""
+    layouts = [target_layout(target)]
+    if drafter is not None and drafter.cache_layout is not None:
+        layouts.append(drafter.cache_layout)
+    dtype = target.embed_tokens.weight.dtype
+    return {"kv_cache_memory_bytes": num_tokens * sum(slot_bytes(x, dtype) for x in layouts)}
+
+
+def check_naive(target: TargetModel, requests: Sequence[Request], jobs: Sequence[Job]) -> None:
+    assert answers_of(requests) == [naive(target, j) for j in jobs]
+
+
+def known(target: TargetModel, jobs: Sequence[Job]) -> list[list[int]]:
+    """Whole sequences, as scripts want them."""
+    return [j.prompt + naive(target, j) for j in jobs]
 
 
 def answers_of(requests: Sequence[Request]) -> list[list[int]]:

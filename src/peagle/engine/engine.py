@@ -125,9 +125,12 @@ class Engine:
         schedule = self.scheduler.schedule()
         self.runner.open_slots(schedule.opened)
         self.runner.write_blocks(schedule.grown)
-        news = self._launch(schedule) if schedule else []
-        num_left = 1 if self._overlaps and schedule else 0
-        while len(self._in_flight) > num_left:
+        if schedule:
+            self._launch(schedule)
+        # What the host takes part in is collected at once, and so is all that ran before it.
+        overlaps = self._overlaps and schedule and self._in_flight[-1].host is None
+        news: list[NewTokens] = []
+        while len(self._in_flight) > (1 if overlaps else 0):
             news += self._collect(self._in_flight.popleft())
         if not self.has_unfinished:
             self._in_flight.clear()  # what still runs is nobody's
@@ -135,18 +138,16 @@ class Engine:
             self.allocator.check([])  # idle: every block must be back
         return news
 
-    def _launch(self, schedule: Schedule) -> list[NewTokens]:
-        """Requests whose logits the host changes or reads take an eager step of their own beside
-        the others', and are collected at once; -> their tokens."""
-        batch = self.scheduler.batch
-        needs_host = batch.needs_host[schedule.slots] > 0
-        news = []
+    def _launch(self, schedule: Schedule) -> None:
+        """Requests whose logits the host changes or reads take an eager step of their own, ahead of
+        the others'."""
+        needs_host = self.scheduler.batch.needs_host[schedule.slots] > 0
         if needs_host.any():
             slots, caps = schedule.slots[needs_host], schedule.caps[needs_host]
             own = set(slots.tolist())  # a prompt that goes on needs nothing of the host
             chunks = [c for c in schedule.chunks if c.slot.index in own]
             requests = [self.scheduler.running[n].request for n in slots.tolist()]
-            news = self._collect(self._run(slots, caps, chunks, HostSampling(requests)))
+            self._in_flight.append(self._run(slots, caps, chunks, HostSampling(requests)))
             schedule = schedule._replace(
                 slots=schedule.slots[~needs_host],
                 caps=schedule.caps[~needs_host],
@@ -154,7 +155,6 @@ class Engine:
             )
         if schedule:
             self._in_flight.append(self._run(schedule.slots, schedule.caps, schedule.chunks))
-        return news
 
     def _run(
         self,

@@ -1,8 +1,8 @@
-"""Tiny lane engines whose steps are captured on the GPU, in few shapes.
+"""Tiny engines whose steps are captured on the GPU, in few shapes.
 
 Most of these tests' time is Triton's compiler: some 60 kernels, and as many again for every other
-size that it tells apart. So all engines have the same sizes, each decode step BATCH lanes (filled
-up with dummies) and each prefill step one item; no pass has more than 16 rows.
+size that it tells apart. So all engines have the same sizes: each step has BATCH slots, some of
+them padding, and ITEMS items of prompt rows or none.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from peagle.engine.lanes.engine import LaneEngine
-from peagle.engine.lanes.steps import PREFILL_ITEM, DecodeShape
 
 from peagle.config import EngineConfig, Verification
 from peagle.engine.engine import Engine, Speculation
+from peagle.engine.runner import ROWS_PER_ITEM
+from peagle.engine.step import StepShape
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 
 from .. import tiny
 
 BATCH, K = 4, 2
-# Multiples of 16 are compiled apart, so the law's test (4 tokens) would pay for VOCAB = 40: 2 * 40
-# is one. Attention is divided beyond 128 positions.
+ITEMS = 4  # one for each slot: a step has at most 16 prompt rows
+# Multiples of 16 are compiled apart, so the distribution's test (4 tokens) would pay for VOCAB =
+# 40: 2 * 40 is one. Attention is divided beyond 128 positions.
 CONTEXT, VOCAB = 252, 44
 OPTIONS: dict[str, Any] = {"max_num_seqs": BATCH, "block_size": 4}
 HEADS: dict[str, dict[str, Any]] = {
@@ -39,22 +40,21 @@ def models(device: str, head: dict[str, Any], **changes: Any) -> tuple[TargetMod
 
 
 def engine_config(**options: Any) -> EngineConfig:
-    return EngineConfig(**OPTIONS | {"max_num_batched_tokens": PREFILL_ITEM} | options)
+    return EngineConfig(**OPTIONS | {"max_num_batched_tokens": ROWS_PER_ITEM} | options)
 
 
 def captured_engine(
     target: TargetModel, drafter: Drafter, verification: Verification, **options: Any
-) -> LaneEngine:
-    """As the engine is built, without anything that watches it."""
+) -> Engine:
+    """As users build it: static shapes and overlap, because the target is on a GPU."""
     speculation = Speculation(drafter, K, verification)
-    return LaneEngine(target, engine_config(**options), speculation=speculation)
+    return Engine(target, engine_config(**options), speculation=speculation)
 
 
-def plain_engine(name: str, verification: Verification) -> Engine:
-    """The oracle: the engine without lanes, on the CPU."""
+def exact_engine(name: str, verification: Verification) -> Engine:
+    """The oracle: exact shapes, on the CPU."""
     return tiny.make_engine(*models("cpu", HEADS[name]), K, verification, **OPTIONS)
 
 
-def decode_shapes(engine: LaneEngine) -> set[DecodeShape]:
-    """Those that were captured."""
-    return set(engine.steps._decode)
+def captured_shapes(engine: Engine) -> set[StepShape]:
+    return set(engine.runner._graphs)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from peagle.engine.lanes import prompts, shapes
 
-from .captured import BATCH
+from peagle.engine import runner
+
+from .captured import BATCH, ITEMS
 
 
 @pytest.fixture(scope="module", autouse=True)
 def few_shapes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shapes, "BATCH_SIZES", (BATCH,))
-        patch.setattr(prompts, "padded", lambda num_items: 1)
+        patch.setattr(runner, "BATCH_SIZES", (BATCH,))
+        patch.setattr(runner, "ITEM_COUNTS", (0, ITEMS))
         yield

@@ -1,6 +1,6 @@
-"""Claim: a step captured as a CUDA graph says what the plain step says on a CPU.
+"""Claim: a step captured as a CUDA graph gives what the same step gives on a CPU.
 
-float32 on both: only a near tie, of two logits or of a coin, could tell them apart.
+float32 on both: only a near tie, of two logits or of a uniform, could tell them apart.
 """
 
 from __future__ import annotations
@@ -10,17 +10,23 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-from peagle.engine.lanes.engine import LaneEngine
-from peagle.engine.lanes.steps import DecodeShape
 
+from peagle.engine.engine import Engine
 from peagle.sampling_params import SamplingParams
 
 from .. import tiny
-from ..lanes.lane_tiny import check_same, idle
-from ..lanes.test_rejection_law import LENGTH, check_law
-from ..test_sampled_law import SMALL_VOCAB
+from ..test_sampled_distribution import LENGTH, SMALL_VOCAB, check_distribution
 from ..tiny import Job
-from .captured import BATCH, HEADS, K, captured_engine, decode_shapes, models, plain_engine
+from .captured import (
+    BATCH,
+    HEADS,
+    ITEMS,
+    K,
+    captured_engine,
+    captured_shapes,
+    exact_engine,
+    models,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -36,69 +42,123 @@ FILTERED = [
     GREEDY,
     SamplingParams(seed=5, min_p=0.1, max_tokens=12),
 ]
-LONG_PROMPT = [1 + n % 37 for n in range(150)]  # ten prefill steps; its attention is divided
+LONG_PROMPT = [1 + n % 37 for n in range(150)]  # ten steps; its attention is divided
 
 
 @pytest.fixture(scope="module")
-def engine_with() -> Callable[[str], LaneEngine]:
+def engine_with() -> Callable[[str], Engine]:
     """One engine for each head: each graph is captured once for all tests."""
     return cache(lambda name: captured_engine(*models("cuda", HEADS[name]), "rejection"))
 
 
 def jobs_of(params: list[SamplingParams], count: int = 12) -> list[Job]:
-    """They come one by one, and more than there are lanes."""
+    """They come one by one, and more than there are slots."""
     texts = tiny.prompts(count, seed=1, longest=24)
     return [Job(p, params[n % len(params)], joins=n) for n, p in enumerate(texts)]
 
 
-def check_captured(engine: LaneEngine, name: str, jobs: list[Job]) -> int:
-    """Same tokens, endings and counters as the plain step's; nobody took that step here.
-    -> how many drafts were accepted"""
-    requests = check_same(engine, plain_engine(name, "rejection"), jobs)
-    assert idle(engine)
-    assert engine.stats.draft_time == 0.0
-    assert {shape.batch for shape in decode_shapes(engine)} == {BATCH}
+def check_captured(engine: Engine, name: str, jobs: list[Job]) -> int:
+    """Same tokens, endings and counters as on the CPU; -> how many drafts were accepted."""
+    requests, exact = tiny.run(engine, jobs), tiny.run(exact_engine(name, "rejection"), jobs)
+    assert tiny.answers_of(requests) == tiny.answers_of(exact)
+    assert tiny.endings(requests) == tiny.endings(exact)
+    assert tiny.counters(requests) == tiny.counters(exact)
+    assert {shape.batch for shape in captured_shapes(engine)} == {BATCH}
     return sum(request.stats.num_accepted_tokens for request in requests)
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_greedy_steps_give_plain_decodings_answers(
-    name: str, engine_with: Callable[[str], LaneEngine]
+    name: str, engine_with: Callable[[str], Engine]
 ) -> None:
     engine = engine_with(name)
+    draft_time = engine.stats.draft_time
     assert check_captured(engine, name, jobs_of([GREEDY])) > 0
-    assert DecodeShape(BATCH, K, "greedy", num_splits=1) in decode_shapes(engine)
+    greedy = [s for s in captured_shapes(engine) if s.sampling == "greedy"]
+    assert {(s.depth, s.num_items) for s in greedy} >= {(K, 0), (K, ITEMS)}
+    assert engine.stats.draft_time == draft_time  # no step was an eager one
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_captured_step_of_prompts_and_decode_rows_gives_plain_decodings_answers(
+    name: str, engine_with: Callable[[str], Engine]
+) -> None:
+    engine = engine_with(name)
+    target, _ = models("cpu", HEADS[name])
+    jobs = [Job([1, 2, 3], GREEDY), Job(LONG_PROMPT[:60], GREEDY, joins=3)]
+    jobs += [Job(p, GREEDY, joins=3 + n) for n, p in enumerate(tiny.prompts(4, seed=8))]
+    launched, run = [], engine.runner.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            engine.runner,
+            "run",
+            lambda shape, slots, caps, chunks, host: (
+                launched.append((len(slots), len(chunks))) or run(shape, slots, caps, chunks, host)
+            ),
+        )
+        requests = tiny.run(engine, jobs)
+    assert sum(slots > 0 and chunks > 0 for slots, chunks in launched) > 3
+    expected = [tiny.naive(target, job, max_model_len=engine.max_model_len) for job in jobs]
+    assert tiny.answers_of(requests) == expected
+    exact = tiny.run(exact_engine(name, "rejection"), jobs)
+    assert tiny.counters(requests) == tiny.counters(exact)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_eager_steps_for_the_host_run_beside_captured_ones(
+    name: str, engine_with: Callable[[str], Engine]
+) -> None:
+    engine = engine_with(name)
+    target, _ = models("cpu", HEADS[name])
+    needs = [
+        GREEDY,
+        dataclasses.replace(GREEDY, logprobs=2),
+        dataclasses.replace(GREEDY, repetition_penalty=1.4, frequency_penalty=0.3),
+        dataclasses.replace(GREEDY, min_tokens=6, stop_token_ids=(3, 4, 5, 6, 7, 8)),
+    ]
+    jobs, draft_time = jobs_of(needs), engine.stats.draft_time
+    requests, exact = tiny.run(engine, jobs), tiny.run(exact_engine(name, "rejection"), jobs)
+    expected = [tiny.naive(target, job, max_model_len=engine.max_model_len) for job in jobs]
+    assert tiny.answers_of(requests) == expected
+    assert tiny.counters(requests) == tiny.counters(exact)
+    for ours, theirs in zip(requests, exact, strict=True):
+        assert [x.token_ids[0] for x in ours.logprobs] == [x.token_ids[0] for x in theirs.logprobs]
+        for mine, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-3)
+    assert engine.stats.draft_time > draft_time  # eager steps tell draft and verification apart
 
 
 def test_greedy_steps_with_divided_attention_give_plain_decodings_answers(
-    engine_with: Callable[[str], LaneEngine],
+    engine_with: Callable[[str], Engine],
 ) -> None:
     engine = engine_with("p-eagle")
     check_captured(engine, "p-eagle", [*jobs_of([GREEDY], count=3), Job(LONG_PROMPT, GREEDY)])
-    assert max(shape.num_splits for shape in decode_shapes(engine)) > 1
+    assert max(shape.num_splits for shape in captured_shapes(engine)) > 1
 
 
 def test_steps_without_drafts_beside_prompts_give_plain_decodings_answers(
-    engine_with: Callable[[str], LaneEngine],
+    engine_with: Callable[[str], Engine],
 ) -> None:
     engine = engine_with("p-eagle")
     params = dataclasses.replace(GREEDY, num_speculative_tokens=0)
     check_captured(engine, "p-eagle", jobs_of([params], count=24))
-    assert 0 in {shape.depth for shape in decode_shapes(engine)}
+    assert 0 in {shape.depth for shape in captured_shapes(engine)}
 
 
 @pytest.mark.parametrize("kind", ["sampled", "filtered"])
 @pytest.mark.parametrize("name", HEADS)
-def test_rejection_gives_the_plain_steps_tokens(
-    name: str, kind: str, engine_with: Callable[[str], LaneEngine]
+def test_rejection_gives_the_tokens_of_the_step_on_a_cpu(
+    name: str, kind: str, engine_with: Callable[[str], Engine]
 ) -> None:
     engine = engine_with(name)
     assert check_captured(engine, name, jobs_of(SAMPLED if kind == "sampled" else FILTERED)) > 0
-    assert (K, kind, True) in {(s.depth, s.sampling, s.by_rejection) for s in decode_shapes(engine)}
+    assert (K, kind, True) in {
+        (s.depth, s.sampling, s.by_rejection) for s in captured_shapes(engine)
+    }
 
 
-def test_rejection_has_the_targets_law() -> None:
+def test_rejection_has_the_targets_distribution() -> None:
     head = HEADS["p-eagle"] | {"draft_vocab_size": SMALL_VOCAB - 1}
     engine = captured_engine(*models("cuda", head, vocab_size=SMALL_VOCAB), "rejection")
-    check_law(engine, SamplingParams(max_tokens=LENGTH + 1, temperature=1.3), samples=300)
-    assert any(shape.by_rejection for shape in decode_shapes(engine))
+    check_distribution(engine, SamplingParams(max_tokens=LENGTH + 1, temperature=1.3), samples=300)
+    assert any(shape.by_rejection for shape in captured_shapes(engine))

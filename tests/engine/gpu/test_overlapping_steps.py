@@ -1,9 +1,10 @@
 """Claim: kernels that begin before the one ahead has ended give what they give one by one.
 
 bfloat16 and the engine's own shapes, since the other tests of captured steps have neither: with 8
-lanes of 8 rows the output product keeps no logits, tiles have 64 rows, norms and rotations are
-kernels of their own, and a prefill step holds several prompts. Both engines launch the same
-kernels in the same order, so tokens and counters must be equal; the counters show a wrong draft.
+slots of 8 rows the output product keeps no logits, tiles have 64 rows, norms and rotations are
+kernels of their own, and a step holds several prompts beside decode rows. Both engines launch the
+same kernels in the same order, so tokens and counters must be equal; the counters show a wrong
+draft.
 """
 
 from __future__ import annotations
@@ -13,25 +14,23 @@ from typing import Any
 
 import pytest
 import torch
-from peagle.engine.lanes.engine import LaneEngine
-from peagle.engine.lanes.steps import PREFILL_ITEM
 
 from peagle.config import EngineConfig
-from peagle.engine.engine import Speculation
-from peagle.kernels.policy import FAST
+from peagle.engine.engine import Engine, Speculation
+from peagle.kernels.plain.best_token import MAX_LOGIT_ROWS
+from peagle.kernels.plain.linear import MAX_FUSED_ROWS
 from peagle.models.drafter import Drafter
 from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 
 from .. import tiny
-from ..lanes.lane_tiny import counters, idle
 from ..tiny import Job
-from .captured import decode_shapes
+from .captured import captured_shapes
 
 pytestmark = pytest.mark.gpu
 
-LANES, K, ROUNDS = 8, 7, 3
+SLOTS, K, ROUNDS = 8, 7, 3
 VOCAB, FAVOURED = 512, 8
 DEVICE, DTYPE = "cuda", torch.bfloat16
 # The head's are the target's: most of their kernels are the same.
@@ -73,10 +72,10 @@ def move(model: TargetModel | EagleNetwork) -> None:
     assert model.rotary.cos.dtype is torch.float32
 
 
-def make_engine(name: str) -> LaneEngine:
+def make_engine(name: str) -> Engine:
     target, drafter = make_models(name)
-    config = EngineConfig(max_num_seqs=LANES, max_num_batched_tokens=512)
-    return LaneEngine(target, config, speculation=Speculation(drafter, K, "coupled"))
+    config = EngineConfig(max_num_seqs=SLOTS, max_num_batched_tokens=512)
+    return Engine(target, config, speculation=Speculation(drafter, K, "coupled"))
 
 
 def jobs() -> list[Job]:
@@ -86,19 +85,18 @@ def jobs() -> list[Job]:
     return [Job(text, GREEDY) for text in texts]
 
 
-def outcomes(engine: LaneEngine) -> list[tuple[list[list[int]], list[dict[str, Any]]]]:
+def outcomes(engine: Engine) -> list[tuple[list[list[int]], list[dict[str, Any]]]]:
     """Of several rounds: what overlaps, and by how much, is never quite the same."""
     rounds = [tiny.run(engine, jobs()) for _ in range(ROUNDS)]
-    assert idle(engine)
-    return [(tiny.answers_of(requests), counters(requests)) for requests in rounds]
+    return [(tiny.answers_of(requests), tiny.counters(requests)) for requests in rounds]
 
 
-def check_reach(engine: LaneEngine) -> None:
+def check_reach(engine: Engine) -> None:
     """That the run had the rows which this file is for."""
-    assert max(shape.batch * shape.depth for shape in decode_shapes(engine)) > FAST.max_logit_rows
-    prefilled = [shape.num_items * PREFILL_ITEM for shape in engine.steps._prefill]
-    assert FAST.max_fused_rows is not None
-    assert max(prefilled) > FAST.max_fused_rows > min(prefilled)
+    shapes = captured_shapes(engine)
+    assert max(shape.batch * shape.depth for shape in shapes) > MAX_LOGIT_ROWS
+    rows = [s.batch * (s.depth + 1) + s.num_items * s.rows_per_item for s in shapes]
+    assert max(rows) > MAX_FUSED_ROWS > min(rows)
     assert engine.stats.num_accepted_tokens > 50
 
 

@@ -1,4 +1,4 @@
-"""Claim 2: sampled output is the target's: token for token when coupled, in law by rejection."""
+"""Claim 2: sampled output is the target's: its tokens (coupled), its distribution (rejection)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peagle.engine.engine import Engine
 from peagle.models.drafter import Drafter
 from peagle.models.ngram import NgramDrafter
 from peagle.models.target import TargetModel
@@ -20,7 +21,7 @@ from peagle.sampling_params import SamplingParams
 from peagle.speculation.sampling import SamplingRows, filter_logits, probabilities
 
 from . import tiny
-from .tiny import VOCAB, Job
+from .tiny import VOCAB, Job, both_forms
 
 PROMPTS = tiny.prompts(3, seed=11)
 
@@ -65,13 +66,16 @@ def job_of(prompt: list[int], mode: dict[str, Any], seed: int) -> Job:
     return Job(prompt, params, bad_word_ids=words, eos=eos)
 
 
+@both_forms
 @pytest.mark.parametrize("mode", MODES)
-def test_a_seed_gives_the_plain_tokens_with_every_drafter(mode: str) -> None:
+def test_a_seed_gives_the_plain_tokens_with_every_drafter(mode: str, static: bool) -> None:
     jobs = [job_of(p, MODES[mode], seed=31 + n) for n, p in enumerate(PROMPTS)]
     expected = [tiny.naive(target(), job) for job in jobs]
     known = [j.prompt + a for j, a in zip(jobs, expected, strict=True)]
     for name in ("plain", "oracle", "mixed", "ngram", "p-eagle", "eagle3"):
-        engine = tiny.make_engine(target(), drafter_named(name, known), 5, eos=jobs[0].eos)
+        engine = tiny.make_engine(
+            target(), drafter_named(name, known), 5, eos=jobs[0].eos, static=static
+        )
         assert tiny.answers_of(tiny.run(engine, jobs)) == expected, name
 
 
@@ -115,26 +119,34 @@ def modes(draw: st.DrawFn) -> dict[str, Any]:
     st.integers(0, 2**63 - 1),
     st.sampled_from(["mixed", "ngram", "p-eagle", "eagle3"]),
     st.integers(1, 16),
+    st.booleans(),
 )
 def test_a_seed_gives_the_plain_tokens_in_any_combination_of_modes(
-    mode: dict[str, Any], seed: int, drafter: str, k: int
+    mode: dict[str, Any], seed: int, drafter: str, k: int, static: bool
 ) -> None:
     job = job_of(PROMPTS[0], mode, seed)
     expected = tiny.naive(target(), job)
     other = job_of(PROMPTS[1], {}, seed=1)  # a neighbour of another kind
     known = [job.prompt + expected]
-    engine = tiny.make_engine(target(), drafter_named(drafter, known), k, eos=job.eos)
+    engine = tiny.make_engine(
+        target(), drafter_named(drafter, known), k, eos=job.eos, static=static
+    )
     assert tiny.run(engine, [job, other])[0].output_token_ids == expected
 
 
+@both_forms
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
-def test_drafts_from_the_targets_own_law_are_all_accepted(verification: Any) -> None:
-    """Draft and target must use the same noise at the same position (coupled), and the law that
-    is verified must be the one that was drawn from (rejection)."""
+def test_drafts_from_the_targets_own_distribution_are_all_accepted(
+    verification: Any, static: bool
+) -> None:
+    """Draft and target must use the same noise at the same position (coupled), and the
+    distribution that is verified must be the one that was drawn from (rejection)."""
     for mode in ({}, {"temperature": 0.6, "top_k": 9}, {"top_p": 0.7, "min_p": 0.02}):
         jobs = [job_of(p, mode, seed=3 + n) for n, p in enumerate(PROMPTS)]
-        drafter = tiny.TargetAsDrafter(target())
-        engine = tiny.make_engine(target(), drafter, 4, verification, max_num_batched_tokens=16)
+        drafter = tiny.TargetAsDrafter(target(), jobs, keeps_probs=verification == "rejection")
+        engine = tiny.make_engine(
+            target(), drafter, 4, verification, max_num_batched_tokens=16, static=static
+        )
         tiny.run(engine, jobs)
         assert engine.stats.num_draft_tokens >= 20
         assert engine.stats.acceptance_rate == 1.0
@@ -148,7 +160,7 @@ def small_target() -> TargetModel:
     return tiny.make_target(torch.float32, vocab_size=SMALL_VOCAB)
 
 
-def exact_law(
+def exact_distribution(
     prompt: list[int], length: int, params: SamplingParams
 ) -> dict[tuple[int, ...], float]:
     rows = SamplingRows(
@@ -157,53 +169,79 @@ def exact_law(
         torch.tensor([params.top_p]),
         torch.tensor([params.min_p]),
     )
-    law = {}
+    out = {}
     for tokens in product(range(SMALL_VOCAB), repeat=length):
         logits = tiny.naive_logits(small_target(), [*prompt, *tokens])[len(prompt) - 1 : -1]
         mass = 1.0
         for row, token in zip(logits, tokens, strict=True):
             mass *= float(probabilities(filter_logits(row[None], rows))[0, token])
-        law[tokens] = mass
-    return law
+        out[tokens] = mass
+    return out
 
 
-def deviation(seen: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+def deviation(seen: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float]) -> float:
     """Chi-square of the counts, in standard deviations from its mean; rare cells are merged."""
     total = sum(seen.values())
-    common = [t for t, p in law.items() if p * total >= 5]
-    cells = [(seen[t], law[t] * total) for t in common]
+    common = [t for t, p in exact.items() if p * total >= 5]
+    cells = [(seen[t], exact[t] * total) for t in common]
     cells.append((total - sum(n for n, _ in cells), total - sum(e for _, e in cells)))
     chi2 = sum((n - e) ** 2 / e for n, e in cells if e > 1)
     freedom = len(cells) - 1
     return (chi2 - freedom) / math.sqrt(2 * freedom)
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        ("p-eagle", {}),
-        ("eagle3", {"temperature": 0.8, "top_k": 3}),
-        ("ngram", {"temperature": 1.2, "min_p": 0.05}),
-    ],
-)
-def test_rejection_through_the_engine_has_the_targets_law(name: str, mode: dict[str, Any]) -> None:
-    prompt, length, samples = [1, 2, 0, 3, 1, 2, 0], 3, 1000
-    drafter: Drafter = (
-        NgramDrafter(1, 3)
-        if name == "ngram"
-        else tiny.head_drafter(tiny.make_head(small_target(), name))
-    )
-    engine = tiny.make_engine(small_target(), drafter, 2, "rejection", max_num_seqs=64)
-    # One token more than is looked at, so that the last of them is drafted for, too.
-    params = SamplingParams(max_tokens=length + 1, **mode)
-    requests = [engine.add_request(str(n), prompt, params) for n in range(samples)]
+PROMPT, LENGTH = [1, 2, 0, 3, 1, 2, 0], 3
+CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {  # of the head; of requests
+    "p-eagle": ({}, {}),
+    "p-eagle, reduced vocabulary": ({"draft_vocab_size": 3}, {"temperature": 1.3}),
+    "eagle3, filtered": ({"method": "eagle3"}, {"temperature": 0.8, "top_k": 3}),
+    "ngram": (None, {"temperature": 1.2, "min_p": 0.05}),
+}
+
+
+def check_distribution(engine: Engine, params: SamplingParams, samples: int) -> int:
+    """Requests without a seed, every third one greedy; -> how many of them were preempted."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=params.max_tokens)
+    requests = [
+        engine.add_request(str(n), PROMPT, params if n % 3 else greedy)
+        for n in range(samples * 3 // 2)
+    ]
     while engine.has_unfinished:
         engine.step()
     assert 0.05 < engine.stats.acceptance_rate < 0.98  # both branches were taken
-    seen = Counter(tuple(r.output_token_ids[:length]) for r in requests)
-    law = exact_law(prompt, length, params)
-    assert all(law[tokens] > 0 for tokens in seen)
-    assert abs(deviation(seen, law)) < 5
+    assert len({tuple(r.output_token_ids) for r in requests[::3]}) == 1
+    sampled = [r for n, r in enumerate(requests) if n % 3]
+    seen = Counter(tuple(r.output_token_ids[:LENGTH]) for r in sampled)
+    exact = exact_distribution(PROMPT, LENGTH, params)
+    assert all(exact[tokens] > 0 for tokens in seen)
+    assert abs(deviation(seen, exact)) < 5
+    return sum(r.num_preemptions > 0 for r in requests)
+
+
+@both_forms
+@pytest.mark.parametrize("name", CASES)
+def test_rejection_beside_greedy_requests_has_the_targets_distribution(
+    name: str, static: bool
+) -> None:
+    head, mode = CASES[name]
+    drafter: Drafter = NgramDrafter(1, 3)
+    if head is not None:
+        drafter = tiny.head_drafter(tiny.make_head(small_target(), **head))
+    engine = tiny.make_engine(
+        small_target(), drafter, 2, "rejection", max_num_seqs=64, static=static
+    )
+    # One token more than is looked at, so that the last of them is drafted for, too.
+    check_distribution(engine, SamplingParams(max_tokens=LENGTH + 1, **mode), 1000)
+
+
+@both_forms
+def test_preemption_leaves_the_distribution_alone(static: bool) -> None:
+    """What a step in flight would have given is lost, and drawn again."""
+    drafter = tiny.head_drafter(tiny.make_head(small_target()))
+    options = {"max_num_seqs": 64, "max_model_len": 24, "block_size": 1}
+    options |= tiny.room_for(150, small_target(), drafter)
+    engine = tiny.make_engine(small_target(), drafter, 2, "rejection", static=static, **options)
+    assert check_distribution(engine, SamplingParams(max_tokens=LENGTH + 6), 300) > 30
 
 
 def test_rejection_with_a_seed_repeats_itself() -> None:

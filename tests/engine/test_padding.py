@@ -1,0 +1,115 @@
+"""Static shapes: batches and prompts are filled up with a slot that is nobody's."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peagle.engine import runner as module
+from peagle.engine.engine import Engine
+from peagle.engine.runner import BATCH_SIZES, ITEM_COUNTS, ROWS_PER_ITEM, padded
+from peagle.kernels.plain.batch import HEADER
+from peagle.models.drafter import Drafter
+from peagle.models.target import TargetModel
+from peagle.sampling_params import SamplingParams
+
+from . import tiny
+from .tiny import GREEDY, Job
+
+METHODS = ["p-eagle", "eagle3"]
+SAMPLED = SamplingParams(seed=3, top_k=9, max_tokens=12)
+
+
+@cache
+def target() -> TargetModel:
+    return tiny.make_target()
+
+
+@cache
+def head(method: str) -> Drafter:
+    return tiny.head_drafter(tiny.make_head(target(), method))
+
+
+def decoding(method: str, count: int, verification: str = "coupled") -> Engine:
+    """An engine in the middle of `count` answers."""
+    engine = tiny.make_engine(target(), head(method), 3, verification, max_num_seqs=9, static=True)
+    for n, prompt in enumerate(tiny.prompts(count, seed=1)):
+        engine.add_request(str(n), prompt, GREEDY if n % 2 else SAMPLED)
+    for _ in range(3):
+        engine.step()
+    return engine
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("count", range(1, 10))
+def test_every_batch_size_is_served(method: str, count: int) -> None:
+    jobs = [Job(p, GREEDY) for p in tiny.prompts(count, seed=1)]
+    engine = tiny.make_engine(target(), head(method), 3, max_num_seqs=9, static=True)
+    tiny.check_naive(target(), tiny.run(engine, jobs), jobs)
+    shapes = tiny.watched(engine).shapes
+    assert {shape.batch for shape in shapes} <= set(BATCH_SIZES)
+    assert {shape.num_items for shape in shapes} <= set(ITEM_COUNTS)
+    assert {shape.rows_per_item for shape in shapes} == {ROWS_PER_ITEM}
+
+
+def test_exact_shapes_are_those_of_the_rows() -> None:
+    engine = tiny.make_engine(target(), head("p-eagle"), 3, max_num_batched_tokens=20)
+    tiny.run(engine, [Job([1] * 30, GREEDY), Job([2] * 5, GREEDY), Job([3] * 7, GREEDY)])
+    first, second, *_ = tiny.watched(engine).shapes
+    assert first[:1] + first[-2:] == (0, 1, 20)  # 20 prompt rows
+    assert second[:1] + second[-2:] == (2, 3, 9)  # its other 9, and the next two prompts'
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_the_state_of_slots_is_the_same_with_more_padding_beside_them(
+    method: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = decoding(method, count)
+    monkeypatch.setattr(module, "BATCH_SIZES", (16,))
+    monkeypatch.setattr(module, "ITEM_COUNTS", (0, 24))
+    more = decoding(method, count)
+    for name in ("last_tokens", "num_computed", "num_drafts", "limits", "drafts"):
+        ours, theirs = (getattr(e.runner.models.state, name)[:count] for e in (usual, more))
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize("method", METHODS)
+def test_what_the_padding_slot_holds_changes_no_bit_of_the_others(
+    method: str, verification: str
+) -> None:
+    engines = [decoding(method, 3, verification) for _ in range(2)]
+    spoiled = engines[1].runner.models
+    spoiled.state.last_tokens[spoiled.state.padding] = 5
+    spoiled.state.block_tables[spoiled.state.padding] = 1
+    spoiled.state.drafts[spoiled.state.padding] = 7
+    assert spoiled.drafting is not None
+    for cache_ in (spoiled.model.cache, spoiled.drafting.model.cache):
+        cache_.keys[:, cache_.padding_slot] = 1e3
+        cache_.values[:, cache_.padding_slot] = 1e3
+    shape = tiny.watched(engines[0]).shapes[-1]
+    assert shape.batch == 4
+    slots = list(engines[0].scheduler.running)
+    with torch.inference_mode():
+        reports = [e.runner.run(shape, slots, [3] * 3, []).rows().tolist() for e in engines]
+    assert reports[0][:3] == reports[1][:3]
+    assert reports[1][3][:HEADER] == [0, 0, 0]
+    states = [e.runner.models.state for e in engines]
+    assert torch.equal(states[0].numbers[:, slots], states[1].numbers[:, slots])
+    assert torch.equal(states[0].drafts[slots], states[1].drafts[slots])
+
+
+def test_beyond_the_largest_size_there_are_multiples_of_it() -> None:
+    assert [padded(n, BATCH_SIZES) for n in (1, 3, 9, 256, 257, 600)] == [1, 4, 16, 256, 512, 768]
+    assert [padded(n, ITEM_COUNTS) for n in (0, 1, 9, 128, 129)] == [0, 8, 16, 128, 256]
+
+
+@given(st.integers(1, 5000))
+def test_at_most_half_of_a_batch_is_padding(count: int) -> None:
+    size = padded(count, BATCH_SIZES)
+    assert count <= size < 2 * count or size == count == 1
