@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from peagle.engine.engine import Engine
+from peagle.kernels import policy
 from peagle.kernels.plain import best_token
-from peagle.kernels.plain.best_token import fits_best_tokens
 from peagle.kernels.plain.choose import Chosen
+from peagle.kernels.policy import BATCH_INVARIANT, FAST, Policy
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 
@@ -25,13 +26,15 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=6)
 
 @pytest.fixture
 def _any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(best_token, "MAX_LOGIT_ROWS", 0)
+    chooses = Policy.chooses_without_logits
+    none = dataclasses.replace(FAST, max_logit_rows=0)
+    monkeypatch.setattr(Policy, "chooses_without_logits", lambda _, hidden: chooses(none, hidden))
 
 
 @pytest.fixture(autouse=True)
 def _exact_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny models are float64, where two orders of a sum cannot choose two tokens."""
-    monkeypatch.setattr(best_token, "DTYPES", (*best_token.DTYPES, torch.float64))
+    monkeypatch.setattr(policy, "HALF", (*policy.HALF, torch.float64))
 
 
 def watch(engine: Engine) -> list[int]:
@@ -111,7 +114,9 @@ def test_nan_fails_its_own_request_alone(method: str, static: bool) -> None:
 def test_only_half_precision_rows_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for dtype in (torch.bfloat16, torch.float16):
-        assert fits_best_tokens(torch.empty(33, 8, dtype=dtype))
-        assert not fits_best_tokens(torch.empty(32, 8, dtype=dtype))
+        assert FAST.chooses_without_logits(torch.empty(33, 8, dtype=dtype))
+        assert not FAST.chooses_without_logits(torch.empty(32, 8, dtype=dtype))
+        assert BATCH_INVARIANT.chooses_without_logits(torch.empty(1, 8, dtype=dtype))
     for dtype in (torch.float32, torch.float64):
-        assert not fits_best_tokens(torch.empty(33, 8, dtype=dtype))
+        assert not FAST.chooses_without_logits(torch.empty(33, 8, dtype=dtype))
+        assert not BATCH_INVARIANT.chooses_without_logits(torch.empty(33, 8, dtype=dtype))

@@ -68,7 +68,7 @@ def test_a_refused_draft_that_is_drawn_again_is_no_accepted_one() -> None:
     assert sampled.chosen.tolist() == [[0, 0, 0]]
     committed = commit(state, slots, counts, *sampled, 100)
     assert committed.report[0, :HEADER].tolist() == [1, depth, 0]  # one token, none accepted
-    assert committed.num_new.tolist() == [1]
+    assert committed.num_outputs.tolist() == (counts.num_outputs + 1).tolist()
 
 
 def test_probabilities_stay_within_what_the_reserve_counts() -> None:

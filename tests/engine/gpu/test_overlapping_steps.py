@@ -17,8 +17,7 @@ import torch
 
 from peagle.config import EngineConfig
 from peagle.engine.engine import Engine, Speculation
-from peagle.kernels.plain.best_token import MAX_LOGIT_ROWS
-from peagle.kernels.plain.linear import MAX_FUSED_ROWS
+from peagle.kernels.policy import FAST
 from peagle.models.drafter import Drafter
 from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel
@@ -94,9 +93,9 @@ def outcomes(engine: Engine) -> list[tuple[list[list[int]], list[dict[str, Any]]
 def check_reach(engine: Engine) -> None:
     """That the run had the rows which this file is for."""
     shapes = captured_shapes(engine)
-    assert max(shape.batch * shape.depth for shape in shapes) > MAX_LOGIT_ROWS
+    assert max(shape.batch * shape.depth for shape in shapes) > FAST.max_logit_rows
     rows = [s.batch * (s.depth + 1) + s.num_items * s.rows_per_item for s in shapes]
-    assert max(rows) > MAX_FUSED_ROWS > min(rows)
+    assert max(rows) > FAST.max_fused_rows > min(rows)
     assert engine.stats.num_accepted_tokens > 50
 
 
