@@ -25,7 +25,7 @@ LAYERS = (
     {"engine"},
     {"backends"},
     {"server", "bench", "train", "deploy"},
-    {"cli"},
+    {"cli", "__main__"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 

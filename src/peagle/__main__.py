@@ -1,0 +1,5 @@
+"""`python -m peagle` is the command `peagle`."""
+
+from peagle.cli.main import run
+
+run()
