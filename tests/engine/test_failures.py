@@ -13,6 +13,8 @@ from torch import Tensor
 from peagle.config import EngineConfig
 from peagle.engine.engine import Engine, Speculation
 from peagle.errors import ConfigError, RequestError
+from peagle.kernels.device_batch import make_device_batch
+from peagle.kernels.plain.batch import HEADER, begin_step, commit
 from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
@@ -121,6 +123,19 @@ def test_a_drafter_of_nan_costs_acceptance_alone(
     tiny.check_naive(model, requests[::step], jobs()[::step])
     assert [r.finish_reason for r in requests] == ["length"] * 4
     assert all(r.stats.num_drafts > 0 for r in requests)
+
+
+def test_a_draft_is_never_kept_where_nothing_could_be_chosen() -> None:
+    """Even if it is the token that stands there, and the row behind it is sound."""
+    state = make_device_batch(1, 4, 2, torch.device("cpu"), None)
+    state.limits[0], state.capacity[0], state.num_computed[0] = 20, 20, 5
+    state.num_drafts[0] = state.max_drafts[0] = 2
+    slots, drafts = torch.tensor([0]), torch.tensor([[7, 8]])
+    counts = begin_step(state, slots, torch.tensor([2]), 2)
+    usable = torch.tensor([[True, False, True]])
+    committed = commit(state, slots, counts, drafts, torch.tensor([[7, 8, 9]]), usable, 100)
+    assert committed.report[0, :HEADER].tolist() == [0, 2, 0]  # done again, without drafts
+    assert state.max_drafts[0] == 0
 
 
 @both_forms

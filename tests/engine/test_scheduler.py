@@ -275,9 +275,9 @@ def test_reach_is_no_more_than_the_device_may_write(k: int, lag: int) -> None:
 
 def test_start_and_reach_count_steps_in_flight_and_end_at_the_limit() -> None:
     batch = HostBatch(3, MAX_DRAFTS)
-    batch.num_computed[:], batch.per_step[:], batch.limits[:] = 10, (5, 5, 1), (100, 18, 100)
+    batch.num_computed[:], batch.per_step[:], batch.limits[:] = 10, (5, 5, 1), (100, 16, 100)
     assert batch.start().tolist() == [10, 10, 10]
-    assert batch.reach().tolist() == [10 + 5 + 3, 18, 11]
+    assert batch.reach().tolist() == [10 + 5 + 3, 16, 11]
     batch.in_flight[:] = 2
     assert batch.start().tolist() == [20, 20, 12]
     assert batch.reach(np.array([0, 2])).tolist() == [20 + 5 + 3, 13]
@@ -331,6 +331,13 @@ def test_drafts_are_given_up_before_anyone_is_preempted() -> None:
     assert {0, 8} <= asked
     # All blocks were in use, and neither had a place for its newest token.
     assert requests[0].num_tokens + requests[1].num_tokens >= 30
+
+
+def test_the_last_free_blocks_go_to_the_oldest() -> None:
+    scheduler = make_scheduler(num_blocks=15 + 15 + 7, budget=64)
+    _, (old, young) = decoding(scheduler, (6, 20, 8), (6, 20, 8))
+    scheduler.schedule()  # a step of either may write up to position 22
+    assert [len(r.table.blocks) for r in (old, young) if r.table] == [22, 15]
 
 
 def test_a_step_that_just_fits_preempts_nobody() -> None:

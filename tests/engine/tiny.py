@@ -305,6 +305,8 @@ class WatchedRunner(Runner):
         state = self.models.state
         assert state.numbers[1:4, state.padding].tolist() == [0, 0, 0]  # computed, limit, prompt
         assert int(state.num_drafts[state.padding]) == 0
+        computed, limits = state.num_computed[list(slots)], state.limits[list(slots)]
+        assert bool(((computed < limits) | (limits == 0)).all())  # 0: it failed
         return report
 
     def _check_slot(self, slot: Slot) -> None:
