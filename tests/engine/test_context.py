@@ -69,7 +69,7 @@ def test_max_model_len_ends_requests_before_the_targets_context(static: bool) ->
 
 @both_forms
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("prompt_length", [1, 18, 20, 21, 40])
+@pytest.mark.parametrize("prompt_length", [1, 18, 20, 21, 22, 40])
 def test_a_head_with_fewer_positions_than_the_context_stops_drafting_there(
     method: str, prompt_length: int, static: bool
 ) -> None:

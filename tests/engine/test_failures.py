@@ -136,6 +136,10 @@ def test_a_draft_is_never_kept_where_nothing_could_be_chosen() -> None:
     committed = commit(state, slots, counts, drafts, torch.tensor([[7, 8, 9]]), usable, 100)
     assert committed.report[0, :HEADER].tolist() == [0, 2, 0]  # done again, without drafts
     assert state.max_drafts[0] == 0
+    alone = begin_step(state, slots, torch.tensor([2]), 2)
+    committed = commit(state, slots, alone, drafts, torch.tensor([[7, 8, 9]]), ~usable, 100)
+    assert committed.report[0, :HEADER].tolist() == [0, 0, 1]
+    assert begin_step(state, slots, torch.tensor([2]), 2).num_rows.tolist() == [0]  # it has ended
 
 
 @both_forms
