@@ -80,7 +80,7 @@ class EngineConfig:
     seed: int = 0
     max_model_len: int | None = None  # None: the target's own context length
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 1024
+    max_num_batched_tokens: int = 2048
     block_size: int = 16
     quantization: Quantization | None = None  # of the target's linear layers
     # On a GPU: the target's rows have the same bits alone and beside any others; kernels/policy.py.

@@ -320,6 +320,15 @@ def test_a_budget_that_is_just_enough_caps_nobody() -> None:
         assert scheduler.schedule().caps.tolist() == caps
 
 
+def test_drafts_leave_half_of_the_rows_to_prompts_that_wait() -> None:
+    scheduler = make_scheduler(num_blocks=90, budget=18)
+    decoding(scheduler, (2, 20, 8), (2, 20, 8))
+    scheduler.add(make_request(30, 20, 8, name="long"))
+    schedule = scheduler.schedule()
+    assert schedule.caps.tolist() == [8, 0]
+    assert [chunk.num_rows for chunk in schedule.chunks] == [8]
+
+
 def test_drafts_are_given_up_before_anyone_is_preempted() -> None:
     scheduler = make_scheduler(num_blocks=30, budget=64)
     device, requests = decoding(scheduler, (6, 20, 8), (6, 20, 8))

@@ -124,9 +124,12 @@ class Scheduler:
             self.waiting.remove(request)
 
     def _caps(self, slots: Column) -> Column:
-        """Drafts that the step has rows for; the oldest requests first."""
+        """Drafts that the step has rows for; the oldest requests first. While prompts wait, drafts
+        leave half of the rows to them."""
         caps = self.batch.per_step[slots] - 1
         left = self.max_num_batched_tokens - len(slots)
+        if self._prompting or (self.waiting and self._free):
+            left //= 2
         if caps.sum() > left:
             order = np.argsort(self.batch.serials[slots])
             before = np.cumsum(caps[order]) - caps[order]
