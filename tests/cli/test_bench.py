@@ -113,3 +113,14 @@ def test_sampled_answers_are_not_compared(
     work = ("--workload", prompts, "--out", str(tmp_path), "--temperature", "1", "--json")
     assert command("bench", model, *FAST, *work, "--spec-method", "ngram") == 0
     assert command.json["lossless"] is None
+
+
+def test_a_different_answer_is_an_error_where_kernels_are_batch_invariant(
+    command: Shell, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    differing = replace(make_results([make_cell()]), lossless=make_lossless(2))
+    monkeypatch.setattr("peagle.bench.bench.bench", lambda *_: differing)
+    shown = ("bench", model, "--out", str(tmp_path))
+    assert command(*shown, "--batch-invariant") == 1
+    assert "2 answers differ in spite of --batch-invariant" in command.err
+    assert command(*shown) == 0

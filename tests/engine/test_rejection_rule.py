@@ -12,6 +12,7 @@ from train.live_memory import LiveBytes
 
 from peagle.engine.memory import LOGIT_BYTES
 from peagle.engine.sampler import RejectionSampler, SampledSlots
+from peagle.errors import RequestError
 from peagle.kernels.device_batch import DeviceBatch, make_device_batch
 from peagle.kernels.plain.batch import HEADER, begin_step, commit
 from peagle.kernels.plain.rejection import Coins
@@ -123,3 +124,10 @@ def chosen_by_kernels(ops: StepOps) -> StepOps:
     chosen: dict[str, Any] = {name: getattr(choose, name) for name in names}
     chosen |= {n: getattr(rejection, n) for n in ("rejection_coins", "verify_rejection")}
     return ops._replace(**chosen)
+
+
+def test_a_request_that_drafts_deeper_than_probabilities_are_kept_is_refused() -> None:
+    engine = tiny.make_engine(target(), head(next(iter(HEADS))), 3, "rejection")
+    engine.check_request([1, 2], SamplingParams(num_speculative_tokens=3))
+    with pytest.raises(RequestError, match="keeps probabilities for"):
+        engine.check_request([1, 2], SamplingParams(num_speculative_tokens=4))
