@@ -7,19 +7,30 @@ cd "$(dirname "$0")/.."
 
 python=$1
 shift
-parts=(tests/models tests/kernels tests/speculation tests/engine
-  --ignore=tests/kernels/gpu --ignore=tests/kernels/test_compiling.py
-  --ignore=tests/engine/gpu --ignore=tests/engine/lanes)
+parts=(tests/models tests/kernels tests/speculation
+  tests/engine/test_greedy_equals_plain.py tests/engine/test_independence.py
+  tests/engine/test_cache_after_rejection.py tests/engine/test_kv_cache.py
+  --ignore=tests/kernels/gpu --ignore=tests/kernels/test_compiling.py)
 options=("$@")
-empty_cache=$(mktemp -d)
-trap 'rm -rf "$empty_cache"' EXIT
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
 
-# Two threads are what `make test` runs on; tests of the kernels choose their own number.
+# Two threads are what `make test` runs on; tests of the kernels choose their own number. Forms run
+# two at a time instead.
 export OMP_NUM_THREADS=1
 
 in_form() { # NAME=value ...
   echo "--- $*"
-  env "$@" "$python" -m pytest -q -m "not network" "${parts[@]}" ${options[@]+"${options[@]}"}
+  env "$@" "$python" -m pytest -q -p no:cacheprovider -m "not network" "${parts[@]}" \
+    ${options[@]+"${options[@]}"}
+}
+
+both() { # waits for the two forms in the background, and shows what they said
+  local failed=0
+  wait "$1" || failed=1
+  wait "$2" || failed=1
+  cat "$scratch/first" "$scratch/second"
+  return "$failed"
 }
 
 on_x86() {
@@ -28,15 +39,17 @@ on_x86() {
 
 # No vectors beyond the oldest, and no C compiler to be found.
 in_form ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 \
-  CC=/nowhere/cc PEAGLE_CACHE="$empty_cache"
-
+  CC=/nowhere/cc PEAGLE_CACHE="$scratch/cache" >"$scratch/first" 2>&1 &
+first=$!
 # AVX2 and no more, as most CPUs have it.
 in_form ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
-  PEAGLE_CFLAGS="$(on_x86 -mno-avx512f)"
+  PEAGLE_CFLAGS="$(on_x86 -mno-avx512f)" >"$scratch/second" 2>&1 &
+both "$first" $!
 
 # All that this CPU has, beside kernels for any of its kind: no AVX, and products rounded before
 # they are added.
-in_form PEAGLE_CFLAGS="$(on_x86 -march=x86-64)"
-
+in_form PEAGLE_CFLAGS="$(on_x86 -march=x86-64)" >"$scratch/first" 2>&1 &
+first=$!
 # All that this CPU has, without our kernels.
-in_form PEAGLE_CPU_KERNELS=0
+in_form PEAGLE_CPU_KERNELS=0 >"$scratch/second" 2>&1 &
+both "$first" $!
