@@ -7,7 +7,7 @@ Three questions, each answered as far as it gets: an error is printed and the ne
 bits      under the batch-invariant policy, a sequence's rows one at a time against the same rows as
           drafts, among 2 to 1,024 rows of others, and inside a prompt, at contexts up to 2,040
 costs     a stack's time under both policies, as a CUDA graph, and that of choosing tokens
-mma       whether the tensor cores' two instructions round alike; nothing relies on it
+mma       whether the tensor cores' two instructions round alike: the products rely on it
 
 `--sweep` also times other tiles of the batch-invariant products. `--tiny` rehearses on a CPU, under
 TRITON_INTERPRET=1. The last line of stdout is one JSON document.
@@ -117,8 +117,8 @@ class Stack:
         is_own = (sequences == 0)[:, None]
         offsets = torch.arange(width)
         positions = (starts[:, None] + offsets).clamp(max=POSITIONS - 1)
-        trash = 2 * POSITIONS
-        slots = torch.where(is_own & (offsets < counts[:, None]), positions, trash)
+        padding = 2 * POSITIONS
+        slots = torch.where(is_own & (offsets < counts[:, None]), positions, padding)
         blocks = torch.arange(2 * POSITIONS // BLOCK).view(2, -1)
         return PagedRows(
             block_tables=blocks.int().to(self.device),
@@ -323,7 +323,7 @@ def compare_instructions(device: torch.device) -> dict[str, int]:
 
 
 def candidates(block: Tile) -> list[Tile]:
-    """With the same instruction and the same parts of sums."""
+    """Each with one chain of sums."""
     if block.rows >= 64:
         forms = [(64, 32, 4, 5), (64, 64, 4, 4), (128, 64, 4, 4), (128, 128, 8, 3), (128, 64, 8, 4)]
     else:

@@ -4,8 +4,8 @@ FAST takes what is quickest for the number of rows at hand. So a row's sums may 
 beside other rows than alone, and in half precision near ties may be decided otherwise.
 
 BATCH_INVARIANT takes kernels that give a row the same bits alone, beside drafts, beside other
-requests and inside a prompt: the instruction and the order of sums follow from the shape of the
-weights alone (gpu/linear.py), attention is cut at fixed positions (gpu/attention.py) and logits
+requests and inside a prompt: every sum is one chain along the inputs, whatever the tile
+(gpu/linear.py), attention is cut at fixed positions (gpu/attention.py) and logits
 are the same product however tokens are chosen. It is bound to the target (models/binding.py); wrong
 drafts cost time and nothing else, so a drafter stays with FAST.
 

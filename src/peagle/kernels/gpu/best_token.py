@@ -2,8 +2,8 @@
 
 Of 1,024 rows and 49,152 tokens the float32 logits are 201 MB, written only to be read once more.
 Here a program multiplies a tile of rows with a tile of the output table and keeps of each row the
-largest sum and its column; argmax.py's merge does the rest. Its tiles have 64 rows at least, one
-instruction and one sum (linear.py): a row has the same bits alone and beside others.
+largest sum and its column; argmax.py's merge does the rest. A sum
+is one chain (linear.py): a row has the same bits alone and beside others.
 
 Shapes: R rows, H hidden, V tokens in C tiles.
 """

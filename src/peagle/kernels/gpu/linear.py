@@ -10,11 +10,11 @@ cuBLAS has the better product; norms.py holds what then stands between two of th
 Shapes: M rows, K inputs, N outputs. A row's sums have one order, decided by `tile`, which is the
 same for every M <= 16: a row has the same bits alone or beside others.
 
-`batch_invariant_tile` keeps it so for any number of rows. What may depend on M is only what leaves
-each sum as it is: which rows and outputs share a program, and how many turns are in flight. Fixed
-by the weight are the parts of a sum, the norm's place and the tensor core's instruction. Triton
-chooses that one on Hopper by the rows of a tile: mma.sync below 64, wgmma from there on, with 4
-warps or 8. The two need not round alike. Either adds 16 products at a time, in order of k.
+`batch_invariant_tile` keeps it so for any number of rows: a sum has no parts, and the norm's place
+follows from the weight. Which rows and outputs share a program, how many inputs a turn has and how
+many turns are in flight leave each sum as it is. Triton chooses the tensor core's instruction on
+Hopper by the rows of a tile: mma.sync below 64, wgmma from there on, with 4 warps or 8. Either adds
+16 products at a time, in order of k, and both round alike, as a test on a GPU holds.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def tile(num_rows: int, group: int, dim: int, programs: int) -> Tile:
 
 
 def batch_invariant_tile(dim: int) -> Tile:
-    """For items of any number of rows: one instruction (linear.py), one tile of keys, and one
-    layout of it over threads, which sums of weights follow."""
+    """For items of any number of rows: one tile of keys, and one layout of it over threads, which
+    sums of weights follow."""
     return Tile(32, keys_of_a_part(dim), padded(dim), num_warps=4, num_stages=3)
 
 
