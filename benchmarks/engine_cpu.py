@@ -46,7 +46,7 @@ class OracleDrafter:
     """Drafts what the plain target is known to say: the cost of everything but a drafter."""
 
     method = "oracle"
-    tap_layers: tuple[int, ...] = ()
+    aux_hidden_state_layers: tuple[int, ...] = ()
     cache_layout: CacheLayout | None = None
     max_speculative_tokens = 64
     max_positions: int | None = None

@@ -45,16 +45,18 @@ GIB = 2**30
 class RandomFeatures:
     """States of a target that is not there."""
 
-    def __init__(self, num_tokens: int, taps: int, size: int, like: Tensor) -> None:
-        self.taps = torch.randn(num_tokens, taps * size, device=like.device, dtype=like.dtype)
+    def __init__(self, num_tokens: int, aux_hidden_states: int, size: int, like: Tensor) -> None:
+        self.aux_hidden_states = torch.randn(
+            num_tokens, aux_hidden_states * size, device=like.device, dtype=like.dtype
+        )
         self.states = torch.randn(num_tokens, size, device=like.device, dtype=like.dtype)
 
     def fetch(self, row: PackedRow) -> StoredStates | None:
         return None
 
     def __call__(self, row: PackedRow, fetched: Fetched = None) -> Features:
-        tokens = row.token_ids.to(self.taps.device)
-        return Features(tokens.roll(-1), self.taps, self.states)
+        tokens = row.token_ids.to(self.aux_hidden_states.device)
+        return Features(tokens.roll(-1), self.aux_hidden_states, self.states)
 
 
 def head_config(args: argparse.Namespace) -> HeadConfig:

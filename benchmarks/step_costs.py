@@ -36,7 +36,7 @@ from peagle.models.eagle import EagleNetwork, shared_tables
 from peagle.models.eagle3 import Eagle3Drafter
 from peagle.models.head_config import HeadConfig
 from peagle.models.p_eagle import PEagleDrafter
-from peagle.models.target import TargetModel, default_tap_layers
+from peagle.models.target import TargetModel, default_aux_hidden_state_layers
 from peagle.provenance import provenance
 
 WARM_UPS, REPLAYS = 2, 10
@@ -70,7 +70,7 @@ def random_head(target: TargetModel, method: str, layers: int) -> EagleNetwork:
         target_hidden_size=c.hidden_size,
         target_num_hidden_layers=c.num_hidden_layers,
         vocab_size=c.vocab_size,
-        aux_hidden_state_layer_ids=default_tap_layers(c.num_hidden_layers),
+        aux_hidden_state_layer_ids=default_aux_hidden_state_layers(c.num_hidden_layers),
         hidden_size=c.hidden_size,
         intermediate_size=c.intermediate_size,
         num_hidden_layers=layers,

@@ -81,6 +81,6 @@ def test_first_turns_become_tokens_once() -> None:
 
 def test_prompts_that_others_opened_on_the_backend_are_not_reported() -> None:
     backend = NullBackend()
-    backend.open(TokenizedPrompt(None, [1]), SamplingParams(max_tokens=3))
+    backend.add_request(TokenizedPrompt(None, [1]), SamplingParams(max_tokens=3))
     outcome = run(backend, Prompter(backend.get_tokenizer()))
     assert sorted(len(record.counts) for record in outcome.records) == [2, 2, 40]

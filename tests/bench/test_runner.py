@@ -74,9 +74,9 @@ def test_method_that_changes_answers_is_found_with_the_gap_at_that_place(
     def build(name: str, engine: Any, drafter: Any, vllm: Any) -> Any:
         backend = build_backend(name, engine, drafter, vllm)
         if drafter is not None:
-            own = backend.open
+            own = backend.add_request
             favoured = {97: 3.0}
-            backend.open = lambda prompt, params, **kw: own(  # type: ignore[method-assign]
+            backend.add_request = lambda prompt, params, **kw: own(  # type: ignore[method-assign]
                 prompt, replace(params, logit_bias=favoured), **kw
             )
         return backend
@@ -324,7 +324,7 @@ def test_backend_that_refuses_every_prompt_ends_the_grid(
         def refuse(*_: Any, **__: Any) -> Any:
             raise RequestError("cannot do that")
 
-        backend.open = refuse  # type: ignore[method-assign]
+        backend.add_request = refuse  # type: ignore[method-assign]
         return backend
 
     with pytest.raises(RequestError, match="refuses every prompt: cannot do that"):
@@ -357,14 +357,14 @@ def test_engines_beyond_the_limit_are_closed_and_warmed_when_built_anew(
             nonlocal alive
             alive -= 1
 
-        own = backend.open
+        own = backend.add_request
 
         def open_(*arguments: Any, **options: Any) -> Any:
             asked[-1] += 1
             return own(*arguments, **options)
 
         backend.close = close  # type: ignore[method-assign]
-        backend.open = open_  # type: ignore[method-assign]
+        backend.add_request = open_  # type: ignore[method-assign]
         return backend
 
     keys: dict[str, Any] = {"model": model, "workload": prompts, "spec_method": "ngram"}

@@ -135,7 +135,8 @@ def test_eagle3_pays_for_each_draft_and_p_eagle_once() -> None:
 def test_passes_of_the_drafters_are_counted_kernel_by_kernel() -> None:
     endless = Gpu("endless", bandwidth=1e40, flops=1e40, memory_bytes=1e40)
     costs = roofline(endless, replace(IDEAL, kernel_overhead=1.0))
-    # A layer has 5 large and 4 small kernels; beside them logits, taps and the wider first layer.
+    # A layer has 5 large and 4 small kernels; beside them logits, aux hidden states
+    # and the wider first layer.
     assert costs.draft("eagle3", 5, 1, 1) == pytest.approx(5 * (9 + 3))
     assert costs.draft("p-eagle", 5, 1, 1) == pytest.approx(4 * 9 + 3)
     assert costs.draft("ngram", 5, 1, 1) == 0
@@ -145,7 +146,9 @@ def test_p_eagle_computes_two_k_rows_and_k_logits() -> None:
     costs, drafter = roofline(replace(GPU, bandwidth=1e30)), drafter_shape("p-eagle", LLAMA_8B)
     assert drafter is not None
     layer, h = drafter.decoder.layer_products(), LLAMA_8B.hidden_size
-    weights = 4 * sum(layer) + layer[0] + 3 * h * h  # the first q, k, v twice; three taps
+    weights = (
+        4 * sum(layer) + layer[0] + 3 * h * h
+    )  # the first q, k, v twice; three aux_hidden_states
     products = 2 * (10 * weights + 5 * h * LLAMA_8B.vocab_size)
     assert costs.draft("p-eagle", 5, 1, 0) == pytest.approx(products / GPU.flops)
 

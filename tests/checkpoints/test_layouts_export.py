@@ -46,7 +46,7 @@ def test_vllms_config_leaves_no_default_to_vllm(
     model: Path, target: TargetModel, tmp_path: Path
 ) -> None:
     head = native(tmp_path / "head", target, torch.bfloat16, draft_vocab_size=23)
-    taps = [1, 2, 4]
+    aux_hidden_states = [1, 2, 4]
     assert config_of(export(head, model, tmp_path / "out")) == {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -70,11 +70,11 @@ def test_vllms_config_leaves_no_default_to_vllm(
         "draft_vocab_size": 23,
         "target_hidden_size": 32,
         "num_aux_hidden_states": 3,
-        "eagle_aux_hidden_state_layer_ids": taps,
+        "eagle_aux_hidden_state_layer_ids": aux_hidden_states,
         "eagle_config": {
             "use_aux_hidden_state": True,
             "norm_before_fc": False,
-            "eagle_aux_hidden_state_layer_ids": taps,
+            "eagle_aux_hidden_state_layer_ids": aux_hidden_states,
         },
         "norm_before_residual": False,
         "norm_before_fc": False,
@@ -163,7 +163,11 @@ def test_vllm_is_told_to_draft_as_far_as_the_target_goes(
 @pytest.mark.parametrize(
     ("changes", "layout", "named"),
     [
-        ({"aux_hidden_state_layer_ids": (1, 2)}, "vllm", "3 taps, this one reads [1, 2]"),
+        (
+            {"aux_hidden_state_layer_ids": (1, 2)},
+            "vllm",
+            "3 aux_hidden_states, this one reads [1, 2]",
+        ),
         ({"aux_hidden_state_layer_ids": (1, 2, 2)}, "vllm", "in the order of the layers"),
         ({"aux_hidden_state_layer_ids": (2, 1, 3)}, "vllm", "in the order of the layers"),
         ({"norm_before_fc": True, "fc_norm": True}, "speculators", "norm_before_fc or fc_norm"),

@@ -162,18 +162,20 @@ def test_rope_scaling_is_read_in_old_and_new_words(
 def test_norm_before_fc_and_fc_norm_are_applied_as_in_vllm(
     target: TargetModel, tmp_path: Path
 ) -> None:
-    """One norm over the three taps together, then one over each; the mask hidden takes both."""
+    """One norm over the aux hidden states together, one over each; the mask hidden takes both."""
     options = {"norm_before_fc": True, "fc_norm": True}
     tensors = raw_tensors(target, **options)
     network = load(write(tmp_path / "head", raw_config(**options), tensors), target)
-    taps = torch.randn(5, 96)
-    x = F.rms_norm(taps, (96,), tensors["input_norm.weight"], EPS)
+    aux_hidden_states = torch.randn(5, 96)
+    x = F.rms_norm(aux_hidden_states, (96,), tensors["input_norm.weight"], EPS)
     parts = [
         F.rms_norm(part, (32,), tensors[f"fc_norm.{i}.weight"], EPS)
         for i, part in enumerate(x.split(32, dim=-1))
     ]
     expected = torch.cat(parts, dim=-1) @ tensors["fc.weight"].T
-    torch.testing.assert_close(network.features(taps), expected, **near(expected, terms=96))
+    torch.testing.assert_close(
+        network.features(aux_hidden_states), expected, **near(expected, terms=96)
+    )
     mask = PEagleDrafter(network).mask_feature
     expected = network.features(tensors["mask_hidden"])[0]
     torch.testing.assert_close(mask, expected, **near(expected, terms=96))

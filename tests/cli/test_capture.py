@@ -26,12 +26,14 @@ def test_states_are_stored_and_a_second_run_adds_none(
     assert "8 rows" in command.err
     assert "GiB" in command.err.splitlines()[0]
     found = command.json
-    assert found["tap_layers"] == [2, 3, 3]
+    assert found["aux_hidden_state_layers"] == [2, 3, 3]
     on_disk = sum(f.stat().st_size for f in tmp_path.glob("*.safetensors"))
     assert found["bytes"] == pytest.approx(on_disk, rel=0.05)
     dataset = Dataset(Path(data))
     stored = StoredFeatures(tmp_path, model, (2, 3, 3), dataset, torch.zeros(1))
-    assert stored.fetch(pack(dataset, [0], int(dataset.lengths[0]))).taps.shape[1] == 96
+    assert (
+        stored.fetch(pack(dataset, [0], int(dataset.lengths[0]))).aux_hidden_states.shape[1] == 96
+    )
     files = sorted(tmp_path.iterdir())
     assert command(*arguments) == 0
     assert sorted(tmp_path.iterdir()) == files

@@ -32,7 +32,9 @@ def test_states_captured_through_vllm_are_those_of_the_embedded_target(
         StoredFeatures(tmp_path / name, model, (2, 3, 3), dataset, torch.zeros(1)).fetch(row)
         for name in ("own", "vllm")
     )
-    torch.testing.assert_close(own.taps, through_vllm.taps, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        own.aux_hidden_states, through_vllm.aux_hidden_states, rtol=1e-2, atol=1e-2
+    )
     torch.testing.assert_close(own.states, through_vllm.states, rtol=1e-2, atol=1e-2)
 
 

@@ -41,7 +41,7 @@ def test_abort_before_during_and_after_prefill_leaves_nothing_behind(
     request = engine.add_request("0", LONG, GREEDY)
     for _ in range(after):
         engine.step()
-    engine.abort(request)
+    engine.abort_request(request)
     assert request.finish_reason == "abort"
     assert tiny.is_idle(engine)
     output_ids = request.output_token_ids
@@ -55,10 +55,10 @@ def test_aborting_twice_or_late_does_no_harm(static: bool) -> None:
     running, waiting = (engine.add_request(str(n), [1, 2], GREEDY) for n in range(2))
     engine.step()
     for _ in range(2):
-        engine.abort(waiting)
+        engine.abort_request(waiting)
     while engine.has_unfinished:
         engine.step()
-    engine.abort(running)
+    engine.abort_request(running)
     assert running.finish_reason == "length"
     assert running.output_token_ids == tiny.naive(target(), Job([1, 2], GREEDY))
     assert waiting.output_token_ids == []
@@ -74,7 +74,7 @@ def test_a_freed_slot_serves_the_next_request_while_old_steps_are_in_flight(meth
     slot = engine.scheduler.slot_of(first)
     assert slot is not None
     assert engine.scheduler.batch.in_flight[slot.index] == 1
-    engine.abort(first)
+    engine.abort_request(first)
     second = engine.add_request("1", [8, 9], GREEDY)
     engine.step()
     new_slot = engine.scheduler.slot_of(second)
@@ -92,7 +92,7 @@ def test_nothing_is_unfinished_while_only_steps_of_aborted_requests_are_in_fligh
     engine = tiny.make_engine(target(), head("p-eagle"), 4, static=static)
     request = engine.add_request("0", [5, 6, 7], GREEDY)
     engine.step()
-    engine.abort(request)
+    engine.abort_request(request)
     assert not engine.has_unfinished
     (again,) = tiny.run(engine, [Job([5, 6, 7], GREEDY)])
     assert again.output_token_ids == tiny.naive(target(), Job([5, 6, 7], GREEDY))
@@ -110,7 +110,7 @@ def test_a_crowd_that_comes_and_goes_does_not_disturb_the_others(static: bool) -
         engine.step()
         for request in doomed:
             if rng.random() < 0.5:
-                engine.abort(request)
+                engine.abort_request(request)
     tiny.check_naive(target(), kept, [Job(p, GREEDY) for p in texts])
     assert {r.finish_reason for r in doomed} <= {"abort", "length"}
     assert tiny.is_idle(engine)
@@ -136,7 +136,7 @@ def test_what_an_aborted_request_has_said_is_a_beginning_of_its_answer(
     while engine.has_unfinished:
         for n, when in aborts.items():
             if when == step:
-                engine.abort(requests[n])
+                engine.abort_request(requests[n])
         engine.step()
         step += 1
     for request, job in zip(requests, jobs, strict=True):

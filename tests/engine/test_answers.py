@@ -19,7 +19,7 @@ SAMPLED = SamplingParams(seed=5, max_tokens=24, ignore_eos=True)
 
 
 def opened(llm: LLM, params: SamplingParams) -> PromptAnswers:
-    return llm.open(TokenizedPrompt(None, llm.get_tokenizer().encode("abc the €é")), params)
+    return llm.add_request(TokenizedPrompt(None, llm.get_tokenizer().encode("abc the €é")), params)
 
 
 def snapshots(llm: LLM, params: SamplingParams) -> list[RequestOutput]:
@@ -88,7 +88,7 @@ def test_an_aborted_prompt_is_finished_and_keeps_what_it_has(spec_llm: LLM) -> N
     while not answers.num_output_tokens:
         spec_llm.step()
     before = answers.output()
-    spec_llm.abort(answers)
+    spec_llm.abort_request(answers)
     after = answers.output()
     assert after.finished
     assert after.outputs[0].finish_reason == "abort"

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from peagle.engine.engine import Engine
 from peagle.kernels import policy
-from peagle.kernels.plain import best_token
-from peagle.kernels.plain.choose import Chosen
 from peagle.kernels.policy import BATCH_INVARIANT, FAST, Policy
+from peagle.kernels.reference import best_token
+from peagle.kernels.reference.choose import Chosen
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 

@@ -83,20 +83,20 @@ def check_caches(
 ) -> None:
     models, n = engine.runner.models, num_cached(engine, slot)
     recorded = RecordingAttention(n)
-    taps = engine.target(
+    aux_hidden_states = engine.target(
         torch.tensor(answer[:n]),
         torch.arange(n),
         recorded,
         network.config.aux_hidden_state_layer_ids,
-    ).taps
+    ).aux_hidden_states
     check_cache(models.model.cache, slot, recorded, tolerance)
     is_decoding = engine.scheduler.batch.decodes[slot.index]
     if is_decoding and not models.state.num_drafts[slot.index]:
         return  # near its end, where nobody reads the drafter's cache again
     recorded = RecordingAttention(n)
     embeddings = network.embed(torch.tensor(answer[1 : n + 1]))
-    assert taps is not None
-    network(embeddings, network.features(taps), torch.arange(n), recorded)
+    assert aux_hidden_states is not None
+    network(embeddings, network.features(aux_hidden_states), torch.arange(n), recorded)
     assert models.drafting is not None
     check_cache(models.drafting.model.cache, slot, recorded, tolerance)
 
@@ -143,13 +143,13 @@ def naive_drafts(
 ) -> list[int]:
     """Drafts from scratch: all rows in one causal pass, no cache."""
     layers = network.config.aux_hidden_state_layer_ids
-    taps = tiny.naive_taps(model, history[:-1], layers)
+    aux_hidden_states = tiny.naive_aux_hidden_states(model, history[:-1], layers)
     tokens = torch.tensor(history[1:])
     if network.config.method == "p-eagle":
-        embeddings, features = rollout_rows(network, tokens, taps, k - 1)
+        embeddings, features = rollout_rows(network, tokens, aux_hidden_states, k - 1)
         hidden = whole_pass(network, embeddings, features)
         return [choose(network, hidden[d - k], job, history, d) for d in range(k)]
-    embeddings, features = network.embed(tokens), network.features(taps)
+    embeddings, features = network.embed(tokens), network.features(aux_hidden_states)
     drafts: list[int] = []
     while True:
         hidden = whole_pass(network, embeddings, features)
@@ -222,7 +222,7 @@ def test_drafts_equal_those_of_a_drafter_that_recomputes_everything(
 
 
 class RowCheck(tiny.ScriptedHead):
-    """Asserts that the head sees every row once, in order, with the right token and taps."""
+    """Asserts that the head sees every row once, in order, with its token and aux hidden states."""
 
     def __init__(self, network: EagleNetwork, answers: list[list[int]]) -> None:
         super().__init__(network, tiny.Script(answers, seed=1))
@@ -233,15 +233,24 @@ class RowCheck(tiny.ScriptedHead):
         if batch.prompt is not None:
             items = batch.prompt.items
             tokens = batch.prompt.tokens.view(-1, items.rows_per_item)
-            self._check(items.slots, items.starts, items.counts, tokens, batch.prompt.taps)
-        self._check(batch.slots, batch.starts, batch.num_real, batch.tokens, batch.taps)
+            self._check(
+                items.slots, items.starts, items.counts, tokens, batch.prompt.aux_hidden_states
+            )
+        self._check(
+            batch.slots, batch.starts, batch.num_real, batch.tokens, batch.aux_hidden_states
+        )
         return super().propose(batch)
 
     def _check(
-        self, slots: Tensor, starts: Tensor, counts: Tensor, tokens: Tensor, taps: Tensor
+        self,
+        slots: Tensor,
+        starts: Tensor,
+        counts: Tensor,
+        tokens: Tensor,
+        aux_hidden_states: Tensor,
     ) -> None:
         assert self.engine is not None
-        taps = taps.view(*tokens.shape, taps.shape[1])
+        aux_hidden_states = aux_hidden_states.view(*tokens.shape, aux_hidden_states.shape[1])
         columns = (slots.tolist(), starts.tolist(), counts.tolist())
         for item, (index, start, count) in enumerate(zip(*columns, strict=True)):
             if not count:
@@ -250,8 +259,12 @@ class RowCheck(tiny.ScriptedHead):
             answer = answer_of(self.script.answers, slot)
             assert start == self.num_seen.get(slot, 0)
             assert tokens[item, :count].tolist() == answer[start + 1 : end + 1]
-            expected = tiny.naive_taps(self.engine.target, answer[:end], self.tap_layers)
-            torch.testing.assert_close(taps[item, :count], expected[start:], rtol=0, atol=1e-10)
+            expected = tiny.naive_aux_hidden_states(
+                self.engine.target, answer[:end], self.aux_hidden_state_layers
+            )
+            torch.testing.assert_close(
+                aux_hidden_states[item, :count], expected[start:], rtol=0, atol=1e-10
+            )
             self.num_seen[slot] = end
             self.rows += count
 
@@ -259,7 +272,7 @@ class RowCheck(tiny.ScriptedHead):
 @both_forms
 @pytest.mark.parametrize("budget", [3, 8, 64])
 @pytest.mark.parametrize("name", ["p-eagle", "eagle3"])
-def test_the_head_sees_each_row_once_with_its_token_and_taps(
+def test_the_head_sees_each_row_once_with_its_token_and_aux_hidden_states(
     name: str, budget: int, static: bool
 ) -> None:
     answers = tiny.known(target(), jobs())

@@ -14,7 +14,7 @@ from peagle.config import EngineConfig
 from peagle.engine.engine import Engine, Speculation
 from peagle.errors import ConfigError, RequestError
 from peagle.kernels.device_batch import make_device_batch
-from peagle.kernels.plain.batch import HEADER, begin_step, commit
+from peagle.kernels.reference.batch import HEADER, begin_step, commit
 from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams

@@ -54,7 +54,7 @@ def test_blocks_all_come_back_and_caches_are_allocated_once(contiguous: bool, st
             open_requests.append(_add(engine, rng, added))
             added += 1
         if open_requests and rng.random() < 0.05:
-            engine.abort(rng.choice(open_requests))
+            engine.abort_request(rng.choice(open_requests))
         engine.step()
         engine.allocator.check([r.table for r in open_requests if r.table is not None])
         preempted += sum(r.num_preemptions for r in open_requests if r.finish_reason)

@@ -180,4 +180,4 @@ def test_a_report_is_read_at_most_one_step_late_while_others_need_the_host(stati
         engine.step()
     assert short.finish_reason == "length"
     assert long.num_outputs == 3 + static
-    engine.abort(long)
+    engine.abort_request(long)

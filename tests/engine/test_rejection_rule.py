@@ -14,8 +14,8 @@ from peagle.engine.memory import LOGIT_BYTES
 from peagle.engine.sampler import RejectionSampler, SampledSlots
 from peagle.errors import RequestError
 from peagle.kernels.device_batch import DeviceBatch, make_device_batch
-from peagle.kernels.plain.batch import HEADER, begin_step, commit
-from peagle.kernels.plain.rejection import Coins
+from peagle.kernels.reference.batch import HEADER, begin_step, commit
+from peagle.kernels.reference.rejection import Coins
 from peagle.kernels.step_ops import StepOps, step_ops
 from peagle.models.drafter import Packing
 from peagle.models.output import OutputRows

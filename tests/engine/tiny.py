@@ -128,7 +128,7 @@ class ScriptedDrafter:
     max_speculative_tokens = 64
     max_positions: int | None = None
 
-    tap_layers: tuple[int, ...] = ()
+    aux_hidden_state_layers: tuple[int, ...] = ()
 
     def __init__(self, script: Callable[[list[int], int], list[int]]) -> None:
         self.script = script
@@ -224,7 +224,7 @@ class ScriptedHead:
     def __init__(self, network: EagleNetwork, script: Script) -> None:
         self.head: NetworkDrafter = head_drafter(network)  # type: ignore[assignment]
         self.script = script
-        self.tap_layers = self.head.tap_layers
+        self.aux_hidden_state_layers = self.head.aux_hidden_state_layers
         self.cache_layout = self.head.cache_layout
         self.max_positions = self.head.max_positions
         self.max_speculative_tokens = self.head.max_speculative_tokens
@@ -428,11 +428,15 @@ def _naive_logits(target: TargetModel, token_ids: tuple[int, ...]) -> Tensor:
     return target.logits(hidden)
 
 
-def naive_taps(target: TargetModel, token_ids: Sequence[int], layers: tuple[int, ...]) -> Tensor:
+def naive_aux_hidden_states(
+    target: TargetModel, token_ids: Sequence[int], layers: tuple[int, ...]
+) -> Tensor:
     positions = torch.arange(len(token_ids))
-    taps = target(torch.tensor(token_ids), positions, causal_attention(positions), layers).taps
-    assert taps is not None
-    return taps
+    aux_hidden_states = target(
+        torch.tensor(token_ids), positions, causal_attention(positions), layers
+    ).aux_hidden_states
+    assert aux_hidden_states is not None
+    return aux_hidden_states
 
 
 def naive(target: TargetModel, job: Job, max_model_len: int = CONTEXT) -> list[int]:

@@ -105,7 +105,7 @@ class Served:
     def step(self, spans: Sequence[Span]) -> Tensor:
         attention = self.cache.attention(self.tables, spans)
         rows = torch.cat([tokens(s.sequence)[s.start : s.start + s.length] for s in spans])
-        out = self.model(rows, attention.positions, attention, TAPS).taps
+        out = self.model(rows, attention.positions, attention, TAPS).aux_hidden_states
         assert out is not None
         return out
 
@@ -127,7 +127,7 @@ def test_the_kernel_agrees_with_float64(name: str, calls: list[int]) -> None:
     assert calls == [8, 1, 5, 7]
     positions = torch.arange(LENGTH)
     twin = copy.deepcopy(model).double()
-    exact = twin(tokens(0), positions, causal_attention(positions), TAPS).taps
+    exact = twin(tokens(0), positions, causal_attention(positions), TAPS).aux_hidden_states
     assert exact is not None
     torch.testing.assert_close(ours, exact.float(), **near(exact, terms=50, depth=3))
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.kernels.plain import batch, row_copies
+from peagle.kernels.reference import batch, row_copies
 from peagle.speculation.draft_limit import draft_limit
 
 from .gpu import batch_cases

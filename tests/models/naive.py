@@ -32,18 +32,18 @@ class NaiveHead:
         self.target_ids = draft_ids + tensors.get("d2t", torch.zeros_like(draft_ids))
         self.lm_head = tensors.get("lm_head.weight", lm_head[self.target_ids])
 
-    def p_eagle_logits(self, tokens: Tensor, taps: Tensor, k: int) -> Tensor:
-        """Logits [k, Vd] of drafts 1..k after `tokens`; the newest token has no taps yet."""
-        rows = self.real_rows(tokens, taps)
+    def p_eagle_logits(self, tokens: Tensor, aux_hidden_states: Tensor, k: int) -> Tensor:
+        """Logits [k, Vd] of drafts 1..k after `tokens`; the newest has no aux hidden states yet."""
+        rows = self.real_rows(tokens, aux_hidden_states)
         mask_feature = self.tensors["fc.weight"] @ self.tensors["mask_hidden"]
         for _ in range(k - 1):
             position = rows[-1].position + 1
             rows.append(Row(self.tensors["mask_embedding"], mask_feature, position))
         return torch.stack([self.logits(state) for state in self.states(rows)[-k:]])
 
-    def eagle3_logits(self, tokens: Tensor, taps: Tensor, k: int) -> Tensor:
+    def eagle3_logits(self, tokens: Tensor, aux_hidden_states: Tensor, k: int) -> Tensor:
         """The same for a sequential drafter that drafts the most likely token each time."""
-        rows = self.real_rows(tokens, taps)
+        rows = self.real_rows(tokens, aux_hidden_states)
         logits = []
         for _ in range(k):
             state = self.states(rows)[-1]
@@ -53,10 +53,10 @@ class NaiveHead:
             rows.append(Row(self.embed[drafted], feature, rows[-1].position + 1))
         return torch.stack(logits)
 
-    def real_rows(self, tokens: Tensor, taps: Tensor) -> list[Row]:
+    def real_rows(self, tokens: Tensor, aux_hidden_states: Tensor) -> list[Row]:
         """The row at position p pairs the token at p+1 with the target's feature at p."""
         return [
-            Row(self.embed[int(tokens[p + 1])], self.tensors["fc.weight"] @ taps[p], p)
+            Row(self.embed[int(tokens[p + 1])], self.tensors["fc.weight"] @ aux_hidden_states[p], p)
             for p in range(len(tokens) - 1)
         ]
 

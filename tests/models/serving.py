@@ -26,7 +26,7 @@ BLOCK_SIZE = 4
 
 class Text(NamedTuple):
     tokens: Tensor  # [n]
-    taps: Tensor  # [n, 3H]
+    aux_hidden_states: Tensor  # [n, 3H]
 
 
 class Served(NamedTuple):
@@ -38,12 +38,12 @@ class Served(NamedTuple):
     drafted: list[int]
 
 
-def make_texts(lengths: Sequence[int], tap_size: int) -> list[Text]:
+def make_texts(lengths: Sequence[int], aux_size: int) -> list[Text]:
     generator = torch.Generator().manual_seed(7)
     return [
         Text(
             torch.randint(59, (n,), generator=generator),
-            torch.randn(n, tap_size, generator=generator, dtype=torch.float64),
+            torch.randn(n, aux_size, generator=generator, dtype=torch.float64),
         )
         for n in lengths
     ]
@@ -139,17 +139,17 @@ class Server:
     ) -> DraftBatch:
         width = self.max_k + 1 if self.padded else max((d.num_new for d in items), default=1)
         tokens = torch.full((len(items), width), 3)  # what the target said behind rejected drafts
-        taps = self._unread(len(items) * width)
+        aux_hidden_states = self._unread(len(items) * width)
         num_real = [d.num_new if d.num_drafts else 0 for d in items]
         for n, (item, count) in enumerate(zip(items, num_real, strict=True)):
             if count:
                 text, rows = self.texts[item.text], slice(item.start, item.start + count)
                 tokens[n, :count] = text.tokens[item.start + 1 : item.start + count + 1]
-                taps[n * width : n * width + count] = text.taps[rows]
+                aux_hidden_states[n * width : n * width + count] = text.aux_hidden_states[rows]
         return DraftBatch(
             slots=_column(d.text for d in items),
             tokens=tokens,
-            taps=taps,
+            aux_hidden_states=aux_hidden_states,
             starts=_column(d.start for d in items),
             num_real=_column(num_real),
             num_rows=_column(
@@ -177,18 +177,23 @@ class Server:
         ]
         if self.padded:
             parts.append(Chunk(len(self.texts), 0, 0))
-        tokens, taps = torch.full((len(parts) * size,), 3), self._unread(len(parts) * size)
+        tokens, aux_hidden_states = (
+            torch.full((len(parts) * size,), 3),
+            self._unread(len(parts) * size),
+        )
         for n, (text, first, length) in enumerate(parts):
             if length:
                 own = slice(n * size, n * size + length)
                 tokens[own] = self.texts[text].tokens[first + 1 : first + length + 1]
-                taps[own] = self.texts[text].taps[first : first + length]
+                aux_hidden_states[own] = self.texts[text].aux_hidden_states[first : first + length]
         columns = (_column(column) for column in zip(*parts, strict=True))
-        return PromptRows(tokens, taps, RowItems(*columns, size))
+        return PromptRows(tokens, aux_hidden_states, RowItems(*columns, size))
 
     def _unread(self, num_rows: int) -> Tensor:
         """NaN: a row that is not real must not reach one that is."""
-        return torch.full((num_rows, self.texts[0].taps.shape[1]), torch.nan, dtype=torch.float64)
+        return torch.full(
+            (num_rows, self.texts[0].aux_hidden_states.shape[1]), torch.nan, dtype=torch.float64
+        )
 
 
 def make_layout(tables: Sequence[BlockTable], *, padded: bool) -> RowLayout:

@@ -79,7 +79,9 @@ def training_logits(network: EagleNetwork, text: serving.Text, shuffle: bool) ->
         order = torch.randperm(len(elements.anchor), generator=torch.Generator().manual_seed(3))
         elements = Elements(*(field[order] for field in elements))
     attention = MaskedAttention(dense_mask(elements), elements.positions)
-    hidden = rollout_hidden(network, elements, text.tokens[1:], text.taps[:-1], attention)
+    hidden = rollout_hidden(
+        network, elements, text.tokens[1:], text.aux_hidden_states[:-1], attention
+    )
     keys = zip(elements.anchor.tolist(), elements.depth.tolist(), strict=True)
     return dict(zip(keys, network.logits(hidden), strict=True))
 
@@ -108,8 +110,8 @@ def test_p_eagle_equals_the_naive_drafter(name: str, target: TargetModel, tmp_pa
     served = serving.serve(PEagleDrafter(network), texts, 4)
     assert len(served) >= 4
     for text, known, logits, drafted in served[-4:]:
-        tokens, taps = texts[text]
-        wanted = second.p_eagle_logits(tokens[:known], taps, len(logits))
+        tokens, aux_hidden_states = texts[text]
+        wanted = second.p_eagle_logits(tokens[:known], aux_hidden_states, len(logits))
         # All is float64 but the angles: nothing is summed in float32.
         torch.testing.assert_close(logits, wanted, **near(wanted, terms=1))
         assert drafted == second.target_ids[wanted.argmax(-1)].tolist()
@@ -123,8 +125,8 @@ def test_eagle3_equals_the_naive_drafter(name: str, target: TargetModel, tmp_pat
     served = serving.serve(Eagle3Drafter(network), texts, 4)
     assert len(served) >= 5
     for text, known, logits, drafted in served[-5:]:
-        tokens, taps = texts[text]
-        wanted = second.eagle3_logits(tokens[:known], taps, len(logits))
+        tokens, aux_hidden_states = texts[text]
+        wanted = second.eagle3_logits(tokens[:known], aux_hidden_states, len(logits))
         # The angles of a draft reach the next draft's features, four times at most.
         torch.testing.assert_close(logits, wanted, **near(wanted, terms=1, depth=4))
         assert drafted == second.target_ids[wanted.argmax(-1)].tolist()
@@ -177,16 +179,18 @@ def test_rollout_rows_are_the_rows_of_the_general_rollout(target: TargetModel) -
     text = serving.make_texts([7], network.fc.in_features)[0]
     elements = full_rollouts(6, 3)
     attention = MaskedAttention(dense_mask(elements), elements.positions)
-    rows = rollout_rows(network, text.tokens[1:], text.taps[:-1], 12)
+    rows = rollout_rows(network, text.tokens[1:], text.aux_hidden_states[:-1], 12)
     hidden = network(*rows, elements.positions, attention)
-    general = rollout_hidden(network, elements, text.tokens[1:], text.taps[:-1], attention)
+    general = rollout_hidden(
+        network, elements, text.tokens[1:], text.aux_hidden_states[:-1], attention
+    )
     torch.testing.assert_close(hidden, general)
 
 
 def test_drafters_say_what_the_engine_must_provide(target: TargetModel) -> None:
     p_eagle = PEagleDrafter(tiny.head(target, num_hidden_layers=3, max_position_embeddings=77))
     eagle3 = Eagle3Drafter(tiny.head(target, "eagle3"))
-    assert p_eagle.tap_layers == eagle3.tap_layers == (1, 2, 4)
+    assert p_eagle.aux_hidden_state_layers == eagle3.aux_hidden_state_layers == (1, 2, 4)
     assert p_eagle.cache_layout == (3, 2, 6)
     assert eagle3.cache_layout == (1, 2, 6)
     assert (p_eagle.max_positions, p_eagle.max_speculative_tokens) == (77, 8)

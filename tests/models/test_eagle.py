@@ -15,7 +15,7 @@ from peagle.models.attention import causal_attention
 from peagle.models.config import DecoderConfig
 from peagle.models.eagle import EagleNetwork, initialise, shared_tables
 from peagle.models.layers import RMSNorm, lay_out_for_cpu
-from peagle.models.target import default_tap_layers
+from peagle.models.target import default_aux_hidden_state_layers
 
 OWN_TABLES = {"has_embed_tokens": True, "has_lm_head": True}
 
@@ -117,10 +117,10 @@ def test_layout_for_the_cpu_changes_no_result_and_no_name() -> None:
 
     def run() -> list[torch.Tensor]:
         attention = causal_attention(positions)
-        hidden, taps = target(tokens, positions, attention, (1, 2, 4))
-        features = network.features(taps)
+        hidden, aux_hidden_states = target(tokens, positions, attention, (1, 2, 4))
+        features = network.features(aux_hidden_states)
         drafted = network(network.embed(tokens), features, positions, attention)
-        return [target.logits(hidden), taps, network.logits(drafted)]
+        return [target.logits(hidden), aux_hidden_states, network.logits(drafted)]
 
     def shapes() -> dict[str, Any]:
         return {n: p.shape for m in (target, network) for n, p in m.named_parameters()}
@@ -137,9 +137,9 @@ def test_layout_for_the_cpu_changes_no_result_and_no_name() -> None:
         torch.testing.assert_close(a, b, **near(a, terms=40, depth=4 + 2))
 
 
-def test_default_taps_are_early_middle_and_late() -> None:
-    assert default_tap_layers(30) == (2, 15, 27)
-    assert default_tap_layers(24) == (2, 12, 21)
+def test_default_aux_layers_are_early_middle_and_late() -> None:
+    assert default_aux_hidden_state_layers(30) == (2, 15, 27)
+    assert default_aux_hidden_state_layers(24) == (2, 12, 21)
 
 
 def test_positions_reach_to_the_end_of_the_context_and_no_further() -> None:

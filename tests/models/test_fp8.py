@@ -12,7 +12,7 @@ from tolerance import near
 from torch import nn
 
 from peagle.errors import ConfigError
-from peagle.kernels.plain.fp8 import FP8, LARGEST, quantize_rows
+from peagle.kernels.reference.fp8 import FP8, LARGEST, quantize_rows
 from peagle.models import fp8
 from peagle.models.attention import causal_attention
 from peagle.models.fp8 import Fp8Linear, check_gpu, quantize_linears

@@ -1,4 +1,4 @@
-"""The native target equals transformers, on logits and on every tapped hidden state."""
+"""The native target equals transformers, on logits and on every hidden state."""
 
 from __future__ import annotations
 
@@ -82,15 +82,15 @@ def expected(model: Any, tokens: Tensor) -> Expected:
     return Expected(out.logits[0], [state[0] for state in out.hidden_states])
 
 
-def check(target: TargetModel, hidden: Tensor, taps: Tensor, want: Expected) -> None:
-    """`taps` holds every layer id 0..L."""
+def check(target: TargetModel, hidden: Tensor, aux_hidden_states: Tensor, want: Expected) -> None:
+    """`aux_hidden_states` holds every layer id 0..L."""
     size = target.config.hidden_size
     longest = max(size, target.config.intermediate_size)
     tol = rounding(terms=longest, depth=target.config.num_hidden_layers + 1)
-    *before, after_all = taps.split(size, dim=-1)
+    *before, after_all = aux_hidden_states.split(size, dim=-1)
     for layer, (own, state) in enumerate(zip(before, want.states[:-1], strict=True)):
-        close(own, state, tol, f"tap {layer}")
-    close(target.norm(after_all), want.states[-1], tol, "the last tap")
+        close(own, state, tol, f"layer {layer}")
+    close(target.norm(after_all), want.states[-1], tol, "the last layer")
     close(hidden, want.states[-1], tol, "hidden")
     close(target.logits(hidden), want.logits, tol, "logits")
 
@@ -101,7 +101,7 @@ def close(actual: Tensor, wanted: Tensor, tol: float, what: str) -> None:
     assert worst < tol, f"{what} differ by {worst:.1e} of their root mean square"
 
 
-def all_taps(target: TargetModel) -> tuple[int, ...]:
+def all_layers(target: TargetModel) -> tuple[int, ...]:
     return tuple(range(target.config.num_hidden_layers + 1))
 
 
@@ -122,8 +122,10 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_one_pass_equals_transformers(family: Family) -> None:
     tokens, positions = tiny.tokens(40), torch.arange(40)
     target = family.target
-    hidden, taps = target(tokens, positions, causal_attention(positions), all_taps(target))
-    check(target, hidden, taps, expected(family.reference, tokens))
+    hidden, aux_hidden_states = target(
+        tokens, positions, causal_attention(positions), all_layers(target)
+    )
+    check(target, hidden, aux_hidden_states, expected(family.reference, tokens))
 
 
 @torch.no_grad()
@@ -147,14 +149,16 @@ def test_chunks_of_several_sequences_through_the_paged_cache_equal_transformers(
             continue
         rows = torch.cat([texts[s.sequence][s.start : s.start + s.length] for s in spans])
         attention = cache.attention(tables, spans)
-        hidden, taps = target(rows, attention.positions, attention, all_taps(target))
+        hidden, aux_hidden_states = target(rows, attention.positions, attention, all_layers(target))
         sizes = [s.length for s in spans]
-        for span, h, t in zip(spans, hidden.split(sizes), taps.split(sizes), strict=True):
+        for span, h, t in zip(
+            spans, hidden.split(sizes), aux_hidden_states.split(sizes), strict=True
+        ):
             outputs[span.sequence].append((h, t))
             done[span.sequence] += span.length
     for text, parts in zip(texts, outputs, strict=True):
-        hidden, taps = (torch.cat(part) for part in zip(*parts, strict=True))
-        check(target, hidden, taps, expected(family.reference, text))
+        hidden, aux_hidden_states = (torch.cat(part) for part in zip(*parts, strict=True))
+        check(target, hidden, aux_hidden_states, expected(family.reference, text))
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "llama-tied", "qwen3-bias-window"])
@@ -164,8 +168,10 @@ def test_shards_load_like_one_file(name: str, tmp_path: Path) -> None:
     target = load_target(tmp_path, dtype=torch.float32, device=CPU)
     tokens, positions = tiny.tokens(9), torch.arange(9)
     with torch.no_grad():
-        hidden, taps = target(tokens, positions, causal_attention(positions), all_taps(target))
-        check(target, hidden, taps, expected(reference, tokens))
+        hidden, aux_hidden_states = target(
+            tokens, positions, causal_attention(positions), all_layers(target)
+        )
+        check(target, hidden, aux_hidden_states, expected(reference, tokens))
 
 
 @torch.no_grad()
@@ -186,16 +192,16 @@ def test_bfloat16_is_as_near_to_the_truth_as_transformers_is(family: Family) -> 
 
 
 @torch.no_grad()
-def test_taps_come_in_the_order_asked_for_and_may_repeat() -> None:
+def test_aux_hidden_states_come_in_the_order_asked_for_and_may_repeat() -> None:
     target = tiny.target()
     tokens, positions = tiny.tokens(5), torch.arange(5)
     attention = causal_attention(positions)
-    every = target(tokens, positions, attention, (0, 1, 2, 3, 4)).taps
-    some = target(tokens, positions, attention, (3, 0, 4, 3)).taps
+    every = target(tokens, positions, attention, (0, 1, 2, 3, 4)).aux_hidden_states
+    some = target(tokens, positions, attention, (3, 0, 4, 3)).aux_hidden_states
     assert every is not None
     parts = every.split(32, dim=-1)
     assert torch.equal(some, torch.cat([parts[i] for i in (3, 0, 4, 3)], dim=-1))
-    assert target(tokens, positions, attention).taps is None
+    assert target(tokens, positions, attention).aux_hidden_states is None
 
 
 @pytest.mark.network
@@ -209,6 +215,8 @@ def test_smollm2_equals_transformers() -> None:
     del reference
     target = load_target(folder, dtype=torch.float32, device=CPU)
     positions = torch.arange(len(tokens))
-    hidden, taps = target(tokens, positions, causal_attention(positions), all_taps(target))
-    check(target, hidden, taps, want)
+    hidden, aux_hidden_states = target(
+        tokens, positions, causal_attention(positions), all_layers(target)
+    )
+    check(target, hidden, aux_hidden_states, want)
     assert torch.equal(target.logits(hidden).argmax(-1), want.logits.argmax(-1))

@@ -45,7 +45,7 @@ class FakeVllm:
         tokens = torch.tensor(body["prompt"])
         row = lay_out([tokens], [torch.ones(len(tokens))], [0], len(tokens))
         features = OnlineFeatures(self.target, self.layer_ids)(row)
-        states = features.taps.unflatten(-1, (len(self.layer_ids), -1))
+        states = features.aux_hidden_states.unflatten(-1, (len(self.layer_ids), -1))
         path = self.folder / f"{uuid.uuid4().hex}.safetensors"
         self._write(path, {"hidden_states": states.contiguous(), "token_ids": tokens})
         token = int(self.target.logits(features.states[-1:]).argmax())

@@ -38,7 +38,9 @@ def test_stored_states_are_the_targets_own(tmp_path: Path) -> None:
     ours, theirs = source(row, source.fetch(row)), online(row)
     assert torch.equal(ours.next_tokens, theirs.next_tokens)
     used = 72
-    torch.testing.assert_close(ours.taps[:used].float(), theirs.taps[:used], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        ours.aux_hidden_states[:used].float(), theirs.aux_hidden_states[:used], rtol=1e-2, atol=1e-2
+    )
     torch.testing.assert_close(
         ours.states[:used].float(), theirs.states[:used], rtol=1e-2, atol=1e-2
     )
@@ -85,9 +87,9 @@ def test_states_of_other_tokens_are_refused(tmp_path: Path) -> None:
 
 def test_states_of_other_layers_or_targets_are_refused(tmp_path: Path) -> None:
     dataset, _ = captured(tmp_path)
-    for target, taps in (("tiny", (1, 3, 5)), ("another", TAPS)):
+    for target, aux_hidden_states in (("tiny", (1, 3, 5)), ("another", TAPS)):
         with pytest.raises(DataError, match="but the head reads"):
-            StoredFeatures(tmp_path / "states", target, taps, dataset, torch.zeros(1))
+            StoredFeatures(tmp_path / "states", target, aux_hidden_states, dataset, torch.zeros(1))
 
 
 def test_the_forecast_is_the_size_on_disk_and_a_limit_stops_before_it(tmp_path: Path) -> None:

@@ -48,8 +48,10 @@ class RandomFeatures:
 
     def __call__(self, row: PackedRow, fetched: None) -> Features:
         n = len(row.token_ids)
-        taps, states = torch.randn(n, 3 * self.size), torch.randn(n, self.size)
-        return Features(row.token_ids.roll(-1), taps.to(self.dtype), states.to(self.dtype))
+        aux_hidden_states, states = torch.randn(n, 3 * self.size), torch.randn(n, self.size)
+        return Features(
+            row.token_ids.roll(-1), aux_hidden_states.to(self.dtype), states.to(self.dtype)
+        )
 
 
 def head(method: str, size: int, inner: int, layers: int, dtype: torch.dtype) -> EagleNetwork:

@@ -37,12 +37,14 @@ def drafted_walk(
 ) -> SpecDecodeStats:
     """Drafts at each step for real and compares with the text that follows."""
     positions = torch.arange(len(tokens))
-    taps = model(tokens, positions, causal_attention(positions), drafter.tap_layers).taps
-    assert taps is not None
+    aux_hidden_states = model(
+        tokens, positions, causal_attention(positions), drafter.aux_hidden_state_layers
+    ).aux_hidden_states
+    assert aux_hidden_states is not None
     stats = SpecDecodeStats()
     newest = PROMPT
     while newest < len(tokens) - 1:
-        draft = tiny.propose(drafter, tokens[: newest + 1], taps, k, argmax)
+        draft = tiny.propose(drafter, tokens[: newest + 1], aux_hidden_states, k, argmax)
         truth = tokens[newest + 1 : newest + 1 + k].tolist()
         accepted = 0
         while accepted < len(truth) and draft[accepted] == truth[accepted]:
@@ -92,9 +94,11 @@ def easy_documents(drafter: PEagleDrafter | Eagle3Drafter, model: TargetModel) -
         tokens = torch.randint(7, 32, (PROMPT + 1,), generator=generator)
         while len(tokens) < 30:
             positions = torch.arange(len(tokens))
-            taps = model(tokens, positions, causal_attention(positions), drafter.tap_layers).taps
-            assert taps is not None
-            draft = tiny.propose(drafter, tokens, taps, K, argmax)
+            aux_hidden_states = model(
+                tokens, positions, causal_attention(positions), drafter.aux_hidden_state_layers
+            ).aux_hidden_states
+            assert aux_hidden_states is not None
+            draft = tiny.propose(drafter, tokens, aux_hidden_states, K, argmax)
             kept = int(torch.randint(0, K + 1, (1,), generator=generator))
             own = torch.randint(7, 32, (1,), generator=generator)
             tokens = torch.cat((tokens, torch.tensor(draft[:kept]).long(), own))

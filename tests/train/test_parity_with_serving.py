@@ -37,19 +37,21 @@ class TrueTokens:
 
 
 def served_logits(
-    drafter: PEagleDrafter | Eagle3Drafter, tokens: Tensor, taps: Tensor, anchor: int
+    drafter: PEagleDrafter | Eagle3Drafter, tokens: Tensor, aux_hidden_states: Tensor, anchor: int
 ) -> Tensor:
     """[K, V]: what the drafter says when it starts after the token at anchor + 1."""
     chooser = TrueTokens(tokens, anchor)
-    tiny.propose(drafter, tokens[: anchor + 2], taps, K, chooser)
+    tiny.propose(drafter, tokens[: anchor + 2], aux_hidden_states, K, chooser)
     return torch.stack([chooser.logits[d] for d in range(K)])
 
 
 def document(row_tokens: Tensor, model: object, start: int, length: int) -> tuple[Tensor, Tensor]:
     tokens = row_tokens[start : start + length]
     positions = torch.arange(length)
-    taps = model(tokens, positions, causal_attention(positions), (2, 3, 5)).taps  # type: ignore[operator]
-    return tokens, taps
+    aux_hidden_states = model(
+        tokens, positions, causal_attention(positions), (2, 3, 5)
+    ).aux_hidden_states  # type: ignore[operator]
+    return tokens, aux_hidden_states
 
 
 def test_training_logits_at_anchor_and_depth_are_those_of_the_served_draft_token() -> None:
@@ -60,9 +62,9 @@ def test_training_logits_at_anchor_and_depth_are_those_of_the_served_draft_token
     (segment,) = build_segments(row, counts, [0, 33], torch.ones(K))
     hidden = segment_hidden(network, segment, OnlineFeatures(model, (2, 3, 5))(row))
     logits = network.logits(hidden)
-    tokens, taps = document(row.token_ids, model, 14, 17)
+    tokens, aux_hidden_states = document(row.token_ids, model, 14, 17)
     for anchor in (2, 7, 17 - K - 2):
-        served = served_logits(PEagleDrafter(network), tokens, taps, anchor)
+        served = served_logits(PEagleDrafter(network), tokens, aux_hidden_states, anchor)
         for depth in range(K):
             at = (segment.elements.anchor == 14 + anchor) & (segment.elements.depth == depth)
             torch.testing.assert_close(logits[at][0], served[depth])
@@ -78,9 +80,9 @@ def test_test_time_training_logits_are_those_of_the_served_draft_token(
     row = tiny.packed([14, 17], capacity=33)
     features = OnlineFeatures(model, (2, 3, 5))(row)
     steps = unroll(network, features, row.document, row.position, K)
-    tokens, taps = document(row.token_ids, model, 14, 17)
+    tokens, aux_hidden_states = document(row.token_ids, model, 14, 17)
     for anchor in (0, 7, 17 - K - 2):
-        served = served_logits(Eagle3Drafter(network), tokens, taps, anchor)
+        served = served_logits(Eagle3Drafter(network), tokens, aux_hidden_states, anchor)
         for depth in range(K):
             trained = network.logits(steps[depth][14 + anchor])
             torch.testing.assert_close(trained, served[depth])
@@ -96,7 +98,7 @@ def test_rows_laid_out_for_training_equal_the_general_rollout() -> None:
         network,
         segment.elements,
         features.next_tokens,
-        features.taps,
+        features.aux_hidden_states,
         attention_for(segment.elements, segment.positions),
     )
     torch.testing.assert_close(segment_hidden(network, segment, features), expected)
@@ -107,5 +109,7 @@ def test_packed_documents_do_not_see_each_other() -> None:
     row = tiny.packed([9, 12], capacity=24)
     features = OnlineFeatures(model, (2, 3, 5))(row)
     for start, length in ((0, 9), (9, 12)):
-        _, taps = document(row.token_ids, model, start, length)
-        torch.testing.assert_close(features.taps[start : start + length], taps)
+        _, aux_hidden_states = document(row.token_ids, model, start, length)
+        torch.testing.assert_close(
+            features.aux_hidden_states[start : start + length], aux_hidden_states
+        )

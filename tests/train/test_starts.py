@@ -56,8 +56,10 @@ def test_the_layers_are_the_targets_last_ones(data: Path) -> None:
 
 
 def test_the_features_begin_as_the_last_tap(data: Path) -> None:
-    taps = torch.randn(5, 48, dtype=torch.float64)
-    assert torch.equal(copied(data, tiny.target()).features(taps), taps[:, 32:])
+    aux_hidden_states = torch.randn(5, 48, dtype=torch.float64)
+    assert torch.equal(
+        copied(data, tiny.target()).features(aux_hidden_states), aux_hidden_states[:, 32:]
+    )
 
 
 def test_without_the_embeddings_part_it_says_what_the_target_says(data: Path) -> None:

@@ -36,11 +36,11 @@ LAYERS = (2, 3, 5, 6)
 
 @contextlib.contextmanager
 def source_of(
-    fake: FakeVllm, taps: tuple[int, ...] = TAPS, target: TargetModel | None = None
+    fake: FakeVllm, aux_hidden_states: tuple[int, ...] = TAPS, target: TargetModel | None = None
 ) -> Iterator[VllmFeatures]:
     target = target or tiny.target()
     client = StatesClient(Endpoint(fake.url, "tiny", retries=1, first_wait=0.0), fake.layer_ids)
-    source = VllmFeatures(client, target, taps, num_requests=4)
+    source = VllmFeatures(client, target, aux_hidden_states, num_requests=4)
     try:
         yield source
     finally:
@@ -59,7 +59,7 @@ def ask(source: VllmFeatures, row: PackedRow) -> Features:
 
 def assert_same_features(ours: Features, theirs: Features, used: int) -> None:
     assert torch.equal(ours.next_tokens, theirs.next_tokens)
-    torch.testing.assert_close(ours.taps[:used], theirs.taps[:used])
+    torch.testing.assert_close(ours.aux_hidden_states[:used], theirs.aux_hidden_states[:used])
     torch.testing.assert_close(ours.states[:used], theirs.states[:used])
 
 
@@ -70,16 +70,16 @@ def test_features_of_a_packed_row_are_those_of_the_target_in_process(fake: FakeV
     assert sorted(len(prompt) for prompt in fake.prompts[1:]) == [1, 17, 30]
 
 
-@pytest.mark.parametrize("taps", [(5, 2, 3), (6, 0, 3), (2, 2, 6)])
-def test_taps_keep_the_heads_order_though_vllm_sorts_them(
-    tmp_path: Path, taps: tuple[int, ...]
+@pytest.mark.parametrize("aux_hidden_states", [(5, 2, 3), (6, 0, 3), (2, 2, 6)])
+def test_aux_hidden_states_keep_the_heads_order_though_vllm_sorts_them(
+    tmp_path: Path, aux_hidden_states: tuple[int, ...]
 ) -> None:
-    layers = tuple(sorted({*taps, 6}))
+    layers = tuple(sorted({*aux_hidden_states, 6}))
     row = tiny.packed([9, 8], 17)
-    online = OnlineFeatures(tiny.target(), taps)(row)
+    online = OnlineFeatures(tiny.target(), aux_hidden_states)(row)
     with (
         serving_states(FakeVllm(tiny.target(), layers, tmp_path)) as fake,
-        source_of(fake, taps) as source,
+        source_of(fake, aux_hidden_states) as source,
     ):
         assert_same_features(ask(source, row), online, 17)
 
@@ -89,7 +89,7 @@ def test_padding_is_asked_for_by_nobody_and_has_no_states(fake: FakeVllm) -> Non
     assert list(documents(row)) == [slice(0, 5), slice(5, 12)]
     with source_of(fake) as source:
         features = ask(source, row)
-    assert not features.taps[12:].any()
+    assert not features.aux_hidden_states[12:].any()
     assert not features.states[12:].any()
 
 
@@ -241,8 +241,8 @@ def test_a_refusal_and_a_dead_server_end_the_run_with_their_reason(fake: FakeVll
             ask(source, tiny.packed([6], 8))
 
 
-def need(longest: int, taps: tuple[int, ...] = TAPS) -> Need:
-    return Need("tiny", tiny.target().config, taps, longest, torch.float64)
+def need(longest: int, aux_hidden_states: tuple[int, ...] = TAPS) -> Need:
+    return Need("tiny", tiny.target().config, aux_hidden_states, longest, torch.float64)
 
 
 def test_a_server_too_short_for_the_longest_document_is_refused_at_once(fake: FakeVllm) -> None:

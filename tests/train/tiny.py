@@ -108,7 +108,7 @@ def counting_language(num_rows: int, length: int, seed: int = 0) -> list[Tensor]
 def propose(
     drafter: NetworkDrafter,
     tokens: Tensor,
-    taps: Tensor,
+    aux_hidden_states: Tensor,
     k: int,
     choose: Callable[[OutputRows, int, Packing], Tensor],
 ) -> list[int]:
@@ -116,12 +116,14 @@ def propose(
     assert drafter.cache_layout is not None
     num_rows, block = len(tokens) - 1, BlockTable(len(tokens) + k, range(0))
     block.append(0)
-    cache = PagedKVCache(drafter.cache_layout, block.capacity, taps.dtype, taps.device)
+    cache = PagedKVCache(
+        drafter.cache_layout, block.capacity, aux_hidden_states.dtype, aux_hidden_states.device
+    )
     model, layout = PagedModel(cache, block.capacity - 1), ExactLayout([block])
     batch = DraftBatch(
         slots=torch.tensor([0]),
         tokens=tokens[None, 1:],
-        taps=taps[:num_rows],
+        aux_hidden_states=aux_hidden_states[:num_rows],
         starts=torch.tensor([0]),
         num_real=torch.tensor([num_rows]),
         num_rows=torch.tensor([num_rows + k - 1]),
@@ -132,7 +134,7 @@ def propose(
         pack=layout.pack,
         pack_depths=partial(layout.pack_depths, torch.tensor([k])),
         choose=choose,
-        ops=step_ops(taps.device),
+        ops=step_ops(aux_hidden_states.device),
     )
     drafts: list[int] = drafter.propose(batch)[0].tolist()
     return drafts

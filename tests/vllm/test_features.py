@@ -87,7 +87,7 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
-def test_taps_and_final_states_of_a_packed_row_are_the_targets(
+def test_aux_hidden_states_and_final_states_of_a_packed_row_are_the_targets(
     served: tuple[Setup, Path],
 ) -> None:
     setup, _ = served
@@ -99,7 +99,7 @@ def test_taps_and_final_states_of_a_packed_row_are_the_targets(
     target = load_target(resolve_model(MODEL), dtype=torch.float32, device=torch.device("cpu"))
     theirs = OnlineFeatures(target, TAPS)(row)
     assert torch.equal(ours.next_tokens, theirs.next_tokens)
-    assert relative_error(ours.taps[:used], theirs.taps[:used]) < ROUNDING
+    assert relative_error(ours.aux_hidden_states[:used], theirs.aux_hidden_states[:used]) < ROUNDING
     assert relative_error(ours.states[:used], theirs.states[:used]) < ROUNDING
     worst = (ours.states[:used] - theirs.states[:used]).norm(dim=1) / theirs.states[:used].norm(
         dim=1

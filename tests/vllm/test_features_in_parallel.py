@@ -68,7 +68,11 @@ def test_tensor_parallel_states_are_those_of_the_whole_target(
     row = lay_out(tokens, masks, [0, 1, 2], sum(LENGTHS))
     ours, theirs = source(row, source.fetch(row)), OnlineFeatures(whole, TAPS)(row)
     assert "Worker_TP1" in (tmp_path / "vllm.log").read_text()
-    torch.testing.assert_close(ours.taps, theirs.taps, **near(theirs.taps, terms=256, depth=6))
+    torch.testing.assert_close(
+        ours.aux_hidden_states,
+        theirs.aux_hidden_states,
+        **near(theirs.aux_hidden_states, terms=256, depth=6),
+    )
     torch.testing.assert_close(
         ours.states, theirs.states, **near(theirs.states, terms=256, depth=6)
     )

@@ -82,7 +82,7 @@ class Backend(Protocol):
         one cancels its request."""
         ...
 
-    def open(
+    def add_request(
         self, prompt: TokenizedPrompt, params: SamplingParams, *, streamed: bool = False
     ) -> OpenPrompt:
         """Queues a prompt, for callers that drive many side by side. `streamed`: `step` reports
@@ -93,8 +93,8 @@ class Backend(Protocol):
         """Advances every open prompt; -> those that got something new, each once."""
         ...
 
-    def abort(self, prompt: Any) -> None:
-        """Gives up what `open` returned."""
+    def abort_request(self, prompt: Any) -> None:
+        """Gives up what `add_request` returned."""
         ...
 
     def close(self) -> None:

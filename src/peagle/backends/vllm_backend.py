@@ -79,12 +79,12 @@ class VllmBackend:
         opened: list[OpenRequest] = []
         try:
             for prompt, params in pairs:
-                opened.append(self.open(prompt, params))
+                opened.append(self.add_request(prompt, params))
             while not all(request.finished for request in opened):
                 self.step()
         finally:  # Ctrl-C or a bug must not leave requests behind
             for request in opened:
-                self.abort(request)
+                self.abort_request(request)
         return [request.output() for request in opened]
 
     def stream(
@@ -124,10 +124,10 @@ class VllmBackend:
             shut_down(self._engine)
             self._engine = None
 
-    def open(
+    def add_request(
         self, prompt: TokenizedPrompt, params: SamplingParams, *, streamed: bool = False
     ) -> OpenRequest:
-        """Queues a prompt. `step` advances it, `abort` gives it up."""
+        """Queues a prompt. `step` advances it, `abort_request` gives it up."""
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -167,7 +167,7 @@ class VllmBackend:
                 self.stats.merge(request.output().stats)
         return changed
 
-    def abort(self, request: OpenRequest) -> None:
+    def abort_request(self, request: OpenRequest) -> None:
         if self._active.pop(request.request_id, None) is not None and self._engine is not None:
             self._engine.abort_request([request.request_id])
 
@@ -175,7 +175,7 @@ class VllmBackend:
         self, prompt: TokenizedPrompt, params: SamplingParams
     ) -> Generator[RequestOutput, None, None]:
         # Opened in here: a generator that is closed before its first step runs no `finally`.
-        request = self.open(prompt, params, streamed=True)
+        request = self.add_request(prompt, params, streamed=True)
         try:
             shown = 0
             while not request.finished:
@@ -184,7 +184,7 @@ class VllmBackend:
                     shown = request.num_updates
                     yield request.output()
         finally:
-            self.abort(request)
+            self.abort_request(request)
 
     def _check(self, prompt: TokenizedPrompt, params: SamplingParams) -> None:
         k = self.num_speculative_tokens

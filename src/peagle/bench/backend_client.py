@@ -54,7 +54,7 @@ class BackendClient:
 
     def cancel(self) -> None:
         for opened in self._open:
-            self.backend.abort(opened)
+            self.backend.abort_request(opened)
         self._open.clear()
         self._coming.clear()
 
@@ -73,7 +73,7 @@ class BackendClient:
         return refused
 
     def _start(self, call: Call) -> None:
-        opened = self.backend.open(call.prompt, call.params, streamed=True)
+        opened = self.backend.add_request(call.prompt, call.params, streamed=True)
         self._open[opened] = call
 
     def _end(self, opened: OpenPrompt) -> Answer:

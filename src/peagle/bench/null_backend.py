@@ -89,7 +89,7 @@ class NullBackend:
     ) -> list[RequestOutput]:
         given = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         empty = TokenizedPrompt(None, [])
-        opened = [self.open(empty, params) for params in params_for(given, sampling_params)]
+        opened = [self.add_request(empty, params) for params in params_for(given, sampling_params)]
         while not all(prompt.finished for prompt in opened):
             self.step()
         return [prompt.output() for prompt in opened]
@@ -99,12 +99,12 @@ class NullBackend:
         prompt: Prompt | Sequence[Message],
         sampling_params: SamplingParams | None = None,
     ) -> Generator[RequestOutput, None, None]:
-        opened = self.open(TokenizedPrompt(None, []), sampling_params or SamplingParams())
+        opened = self.add_request(TokenizedPrompt(None, []), sampling_params or SamplingParams())
         while not opened.finished:
             self.step()
             yield opened.output()
 
-    def open(
+    def add_request(
         self, prompt: TokenizedPrompt, params: SamplingParams, *, streamed: bool = False
     ) -> NullPrompt:
         opened = NullPrompt(prompt, params.max_tokens or 1)
@@ -119,7 +119,7 @@ class NullBackend:
         self._open = [prompt for prompt in changed if not prompt.finished]
         return changed
 
-    def abort(self, prompt: Any) -> None:
+    def abort_request(self, prompt: Any) -> None:
         self._open = [other for other in self._open if other is not prompt]
 
     def close(self) -> None:

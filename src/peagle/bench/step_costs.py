@@ -106,7 +106,8 @@ def _decoder_pass(
 def _draft_pass(
     shape: DecoderShape, rows: int, logit_rows: int, concurrency: int, context: int
 ) -> list[Kernel]:
-    """Beside the layers: three taps to one feature, and a first layer twice as wide at q, k, v."""
+    """Beside the layers: three aux hidden states to one feature, and a first layer with a q, k, v
+    of twice the width."""
     h = shape.hidden_size
     extra = [3 * h * h, shape.layer_products()[0]]
     first = [_product(weights, rows * concurrency) for weights in extra]

@@ -32,7 +32,7 @@ from peagle.models.eagle import EagleNetwork, SharedTables
 if TYPE_CHECKING:
     from peagle.models.head_config import HeadConfig
 
-NUM_TAPS = 3  # hard-coded in older versions of vLLM
+NUM_AUX_HIDDEN_STATES = 3  # hard-coded in older versions of vLLM
 
 
 def export_head(
@@ -73,13 +73,16 @@ def export_head(
 def check_vllm_runs(config: HeadConfig, target: Any, layout: ForeignLayout) -> None:
     """Raises HeadError for a head that vLLM would refuse, or worse, run wrongly."""
     config.check_fits(target)
-    taps = config.aux_hidden_state_layer_ids
-    if len(taps) != NUM_TAPS:
-        raise HeadError(f"vLLM runs heads with {NUM_TAPS} taps, this one reads {list(taps)}")
-    if list(taps) != sorted(set(taps)):
+    layers = config.aux_hidden_state_layer_ids
+    if len(layers) != NUM_AUX_HIDDEN_STATES:
         raise HeadError(
-            f"vLLM hands taps over in the order of the layers, each once; this head reads "
-            f"{list(taps)}",
+            f"vLLM runs heads with {NUM_AUX_HIDDEN_STATES} aux hidden states, "
+            f"this one reads {list(layers)}"
+        )
+    if list(layers) != sorted(set(layers)):
+        raise HeadError(
+            "vLLM hands aux hidden states over in the order of the layers, each once; "
+            f"this head reads {list(layers)}",
             hint="train it with increasing aux_hidden_state_layer_ids",
         )
     if layout == "speculators" and config.norm_before_fc and config.fc_norm:

@@ -27,7 +27,7 @@ STORED = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
 
 
 def load_layerless(folder: Path, *, dtype: torch.dtype, device: torch.device) -> TargetModel:
-    """A TargetModel with an empty `layers`: asking it for taps is an error."""
+    """A TargetModel with an empty `layers`: asking it for aux_hidden_states is an error."""
     config = decoder_sizes(load_config(folder))
     with on_meta():
         target = TargetModel(config)

@@ -35,7 +35,7 @@ def write_options(
     config: HeadConfig, mask_token_id: int | None, max_position_embeddings: int
 ) -> dict[str, Any]:
     """The config.json. `max_position_embeddings` is what vLLM sizes its tables by."""
-    taps = list(config.aux_hidden_state_layer_ids)
+    layers = list(config.aux_hidden_state_layer_ids)
     options: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -49,12 +49,12 @@ def write_options(
         **_written_rope(config.rope_parameters),
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
-        "num_aux_hidden_states": len(taps),
-        LAYER_IDS: taps,
+        "num_aux_hidden_states": len(layers),
+        LAYER_IDS: layers,
         "eagle_config": {
             "use_aux_hidden_state": True,
             "norm_before_fc": config.norm_before_fc,
-            LAYER_IDS: taps,
+            LAYER_IDS: layers,
         },
         OURS: {name: getattr(config, name) for name in OWN_FIELDS},
     }

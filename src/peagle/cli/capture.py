@@ -27,7 +27,8 @@ def capture(
         str | None, typer.Option(help="Refuse to write more: 200G, 1.5T.", metavar="SIZE")
     ] = None,
     layer_ids: Annotated[
-        str | None, typer.Option(help="Tapped layers, e.g. 2,15,27; default: 2, L//2, L-3.")
+        str | None,
+        typer.Option(help="Layers of the aux hidden states, e.g. 2,15,27; default: 2, L//2, L-3."),
     ] = None,
     max_length: Annotated[
         int | None, typer.Option(help="Cut longer rows, as data.tokens_per_row will.")
@@ -69,7 +70,13 @@ def capture(
             render.note(f"{done} of {plan.num_rows} rows")
     if as_json:
         document = {"rows": plan.num_rows, "tokens": plan.num_tokens, "bytes": plan.num_bytes}
-        render.print_json({**document, "path": str(out), "tap_layers": list(plan.tap_layers)})
+        render.print_json(
+            {
+                **document,
+                "path": str(out),
+                "aux_hidden_state_layers": list(plan.aux_hidden_state_layers),
+            }
+        )
 
 
 def parse_size(text: str) -> int:

@@ -27,7 +27,7 @@ from peagle.engine.sampler import SAMPLINGS
 from peagle.engine.scheduler import Chunk, Schedule, Scheduler, Slot
 from peagle.engine.step import StepShape
 from peagle.errors import ConfigError, PeagleError, RequestError
-from peagle.kernels.plain.batch import HEADER
+from peagle.kernels.reference.batch import HEADER
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
@@ -320,7 +320,7 @@ class Engine:
         self.scheduler.add(request)
         return request
 
-    def abort(self, request: Request) -> None:
+    def abort_request(self, request: Request) -> None:
         """Ends a request whose caller went away, and frees its blocks."""
         if request.finish_reason is None:
             request.finish("abort")

@@ -73,13 +73,13 @@ class LLM:
         opened: list[PromptAnswers] = []
         try:
             for prompt, p in pairs:
-                opened.append(self.open(prompt, p))
+                opened.append(self.add_request(prompt, p))
             unfinished = {o for o in opened if not o.finished}
             while unfinished:
                 unfinished.difference_update(a for a in self.step() if a.finished)
         finally:  # Ctrl-C or a bug must not leave requests behind
             for answers in opened:
-                self.abort(answers)
+                self.abort_request(answers)
         return [o.output() for o in opened]
 
     def chat(
@@ -151,11 +151,11 @@ class LLM:
         speculation = self.engine.speculation
         return speculation.num_speculative_tokens if speculation else 0
 
-    def open(
+    def add_request(
         self, prompt: TokenizedPrompt, params: SamplingParams, *, streamed: bool = False
     ) -> PromptAnswers:
-        """Queues a prompt. `step` advances it, `abort` gives it up. `streamed` is the contract's:
-        here every prompt is reported as it grows."""
+        """Queues a prompt. `step` advances it, `abort_request` gives it up. `streamed` is
+        the contract's: here every prompt is reported as it grows."""
         request_id = str(next(self._counter))
         answers = open_answers(
             self.engine, self._tokenizer, self._decoder, request_id, *prompt, params
@@ -176,9 +176,9 @@ class LLM:
                 self._forget(answers)
         return list(changed)
 
-    def abort(self, answers: PromptAnswers) -> None:
+    def abort_request(self, answers: PromptAnswers) -> None:
         for answer in answers.answers:
-            self.engine.abort(answer.request)
+            self.engine.abort_request(answer.request)
         answers.finished = True
         self._forget(answers)
 
@@ -190,7 +190,7 @@ class LLM:
         self, prompt: TokenizedPrompt, params: SamplingParams
     ) -> Generator[RequestOutput, None, None]:
         # Opened in here: a generator that is closed before its first step runs no `finally`.
-        answers = self.open(prompt, params)
+        answers = self.add_request(prompt, params)
         try:
             shown = -1
             while not answers.finished:
@@ -200,7 +200,7 @@ class LLM:
                     yield answers.output()
             yield answers.output()
         finally:
-            self.abort(answers)
+            self.abort_request(answers)
 
 
 def _speculative_config(

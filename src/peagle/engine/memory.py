@@ -128,7 +128,8 @@ def step_reserve(target: TargetModel, drafter: Drafter | None, config: EngineCon
 def activation_bytes(sizes: DecoderConfig, *, itemsize: int, rows: int, sampled_rows: int) -> int:
     """What a pass over `rows` holds at the most, if nothing of a layer is freed before its end.
 
-    Every layer's output counts, since any may be tapped; logits of `sampled_rows` alone.
+    Every layer's output counts, since any may be an aux hidden state; logits of
+    `sampled_rows` alone.
     """
     hidden, inner = sizes.hidden_size, sizes.intermediate_size
     queries = sizes.num_attention_heads * sizes.head_dim

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.kernels.device_batch import DeviceBatch
-from peagle.kernels.plain.choose import Chosen, RowRules
+from peagle.kernels.reference.choose import Chosen, RowRules
 from peagle.kernels.step_ops import StepOps
 from peagle.models.drafter import Packing
 from peagle.models.output import OutputRows

@@ -4,7 +4,7 @@ Nothing in here asks the device for a value unless the layout is exact, so on a 
 captured once as a CUDA graph and replayed. Inputs are copied into the step's own tensors before
 each run. Prompt rows stand in the same passes as decode rows, of the target and of the drafter.
 
-Shapes: B slots, K draft tokens, I items of Q prompt rows, C tapped width.
+Shapes: B slots, K draft tokens, I items of Q prompt rows, C width of the aux hidden states.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class StepModels:
     layout: RowLayout
 
     @property
-    def tap_layers(self) -> tuple[int, ...]:
-        return self.drafting.drafter.tap_layers if self.drafting else ()
+    def aux_hidden_state_layers(self) -> tuple[int, ...]:
+        return self.drafting.drafter.aux_hidden_state_layers if self.drafting else ()
 
 
 class Verified(NamedTuple):
@@ -102,7 +102,7 @@ class Verified(NamedTuple):
     counts: StepCounts
     chosen: Tensor  # [B, K+1]
     committed: Committed
-    taps: Tensor | None  # [B * (K+1) + I * Q, C]
+    aux_hidden_states: Tensor | None  # [B * (K+1) + I * Q, C]
 
 
 class Step:
@@ -112,7 +112,7 @@ class Step:
         self.inputs, self.fields = empty_inputs(shape, models.state.padding, device)
 
     def __call__(self) -> Tensor:
-        """-> the report; see kernels/plain/batch.py."""
+        """-> the report; see kernels/reference/batch.py."""
         verified = self.verify()
         self.draft(verified)
         return verified.committed.report
@@ -123,7 +123,7 @@ class Step:
         counts = models.ops.begin_step(models.state, fields.slots, fields.caps, self.shape.depth)
         depth = models.layout.depth(counts.num_drafts, self.shape.depth)
         counts = counts._replace(drafts=counts.drafts[:, :depth])
-        hidden, taps = self._run_target(counts, depth)
+        hidden, aux_hidden_states = self._run_target(counts, depth)
         packing = models.layout.pack(counts.num_rows, depth + 1)
         output = OutputRows(hidden[: len(packing)], models.target)
         if host is not None:
@@ -133,7 +133,7 @@ class Step:
         committed = models.ops.commit(
             models.state, fields.slots, counts, *sampled, models.max_draft_tokens
         )
-        return Verified(counts, sampled.chosen, committed, taps)
+        return Verified(counts, sampled.chosen, committed, aux_hidden_states)
 
     def draft(self, verified: Verified) -> None:
         """Drafts for the next step, and the drafter's cache of prompts."""
@@ -146,11 +146,11 @@ class Step:
         if not depth and prompt is None:
             return
         depth = max(depth, 1)  # rows of a prompt alone: nobody reads the one draft
-        assert verified.taps is not None
+        assert verified.aux_hidden_states is not None
         batch = DraftBatch(
             slots=fields.slots,
             tokens=verified.chosen,
-            taps=verified.taps[: verified.chosen.numel()],
+            aux_hidden_states=verified.aux_hidden_states[: verified.chosen.numel()],
             starts=verified.counts.num_computed,
             num_real=committed.num_real,
             num_rows=committed.num_rows,
@@ -167,7 +167,7 @@ class Step:
         models.ops.store_drafts(models.state, fields.slots, drafts)
 
     def _run_target(self, counts: StepCounts, depth: int) -> tuple[Tensor, Tensor | None]:
-        """Hidden states of the real rows, decode rows first, and the taps of all rows."""
+        """Hidden states of the real rows, decode rows first, and all rows' aux hidden states."""
         models, fields, table = self.models, self.fields, self.models.target.embed_tokens.weight
         items = [RowItems(fields.slots, counts.num_computed, counts.num_rows, depth + 1)]
         if self.shape.num_items:
@@ -178,11 +178,11 @@ class Step:
         if self.shape.num_items:
             none = fields.prompt_ids.new_empty(len(fields.prompt_ids), 0)
             x = torch.cat((x, models.ops.embed_tokens(table, fields.prompt_ids, none)))
-        tap_layers = models.tap_layers if self.shape.depth else ()
-        hidden, taps = models.target.run(
-            rows.packing.take(x), rows.positions, rows.attention, tap_layers
+        aux_hidden_state_layers = models.aux_hidden_state_layers if self.shape.depth else ()
+        hidden, aux_hidden_states = models.target.run(
+            rows.packing.take(x), rows.positions, rows.attention, aux_hidden_state_layers
         )
-        return hidden, None if taps is None else rows.packing.put(taps)
+        return hidden, None if aux_hidden_states is None else rows.packing.put(aux_hidden_states)
 
     def _prompt_items(self, counts: Tensor) -> RowItems:
         fields = self.fields
@@ -191,10 +191,10 @@ class Step:
     def _prompt_rows(self, verified: Verified) -> PromptRows | None:
         if not self.shape.num_items:
             return None
-        assert verified.taps is not None
-        taps = verified.taps[verified.chosen.numel() :]
+        assert verified.aux_hidden_states is not None
+        aux_hidden_states = verified.aux_hidden_states[verified.chosen.numel() :]
         items = self._prompt_items(self.fields.draft_counts)
-        return PromptRows(self.fields.next_ids, taps, items)
+        return PromptRows(self.fields.next_ids, aux_hidden_states, items)
 
     def _rows(self, model: PagedModel, items: Sequence[RowItems]) -> Rows:
         return self.models.layout.rows(model, items, self.shape.num_splits)

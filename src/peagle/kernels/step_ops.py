@@ -1,7 +1,7 @@
 """The operations of a step that exist twice: as torch operations and as Triton kernels.
 
 Chosen once per engine by `step_ops`. Signatures and meaning are the reference's, in
-kernels/plain; tests/kernels/gpu holds that both agree.
+kernels/reference; tests/kernels/gpu holds that both agree.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.device_batch import Committed, RowPlan, StepCounts
-from peagle.kernels.plain.choose import Chosen, Laws
-from peagle.kernels.plain.rejection import Coins, Verdict
+from peagle.kernels.reference.choose import Chosen, Laws
+from peagle.kernels.reference.rejection import Coins, Verdict
 
 
 class StepOps(NamedTuple):
@@ -41,7 +41,7 @@ def step_ops(device: torch.device) -> StepOps:
     if device.type == "cuda":
         from peagle.kernels.gpu import batch, best_token, choose, rejection, row_copies
     else:
-        from peagle.kernels.plain import (  # type: ignore[no-redef]
+        from peagle.kernels.reference import (  # type: ignore[no-redef]
             batch,
             best_token,
             choose,

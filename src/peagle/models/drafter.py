@@ -1,14 +1,15 @@
 """The drafter seam: what is new since the last step goes in, draft tokens come out.
 
-There are two kinds. A `NetworkDrafter` reads the target's hidden states (`tap_layers`), keeps a
-cache (`cache_layout`) and runs inside the engine's step, on the device and without asking the
-host. A `HostDrafter` has neither: it looks at the tokens so far, on the host, between two steps.
+There are two kinds. A `NetworkDrafter` reads the target's aux hidden states
+(`aux_hidden_state_layers`), keeps a cache (`cache_layout`) and runs inside the engine's step, on
+the device and without asking the host. A `HostDrafter` has neither: it looks at the tokens so far,
+on the host, between two steps.
 
 Rows are laid out in items of one size, some of them padding. Under CUDA graphs shapes must not
 depend on values, so padding is computed for nothing; elsewhere a `Packing` leaves it out.
 
 Shapes: B slots, K draft tokens, P rows per slot whose token and hidden state are known, at most, C
-tapped width, N rows, I items, Q rows of each.
+aux width, N rows, I items, Q rows of each.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class PromptRows(NamedTuple):
     """Rows that only feed the drafter's cache."""
 
     tokens: Tensor  # [I * Q] the token at p + 1 for each row p
-    taps: Tensor  # [I * Q, C] the target's hidden states at p
+    aux_hidden_states: Tensor  # [I * Q, C] the target's hidden states at p
     items: RowItems
 
 
@@ -98,7 +99,7 @@ class PromptRows(NamedTuple):
 class DraftBatch:
     slots: Tensor  # [B]
     tokens: Tensor  # [B, P] the token at p + 1 for each new row p
-    taps: Tensor  # [B * P, C] the target's hidden states at p
+    aux_hidden_states: Tensor  # [B * P, C] the target's hidden states at p
     starts: Tensor  # [B] position of the first new row
     num_real: Tensor  # [B] how many of the P rows there are
     num_rows: Tensor  # [B] these and a row for each draft but the first
@@ -115,7 +116,7 @@ class DraftBatch:
 
 class Drafter(Protocol):
     method: str
-    tap_layers: tuple[int, ...]  # () when the target's hidden states are not needed
+    aux_hidden_state_layers: tuple[int, ...]  # () when the target's hidden states are not needed
     cache_layout: CacheLayout | None  # None: a HostDrafter
     max_speculative_tokens: int
     max_positions: int | None  # drafts at or beyond this position are not asked for

@@ -88,14 +88,14 @@ class EagleNetwork(nn.Module):
         self.shared = shared
         decoder = config.decoder()
         size = config.hidden_size
-        num_taps = len(config.aux_hidden_state_layer_ids)
-        self.fc = Linear(num_taps * config.target_hidden_size, size, bias=False)
+        num_aux_hidden_states = len(config.aux_hidden_state_layer_ids)
+        self.fc = Linear(num_aux_hidden_states * config.target_hidden_size, size, bias=False)
         self.input_norm = (
             RMSNorm(self.fc.in_features, config.rms_norm_eps) if config.norm_before_fc else None
         )
         self.fc_norm = nn.ModuleList(
             RMSNorm(config.target_hidden_size, config.rms_norm_eps)
-            for _ in range(num_taps if config.fc_norm else 0)
+            for _ in range(num_aux_hidden_states if config.fc_norm else 0)
         )
         self.layers = nn.ModuleList(
             [FirstLayer(decoder, config.norm_before_residual)]
@@ -121,15 +121,15 @@ class EagleNetwork(nn.Module):
         self.policy = policy
         self._fused.bind(policy)
 
-    def features(self, taps: Tensor) -> Tensor:
-        """The target's tapped hidden states [N, 3H] -> features [N, H]."""
+    def features(self, aux_hidden_states: Tensor) -> Tensor:
+        """The target's aux hidden states [N, 3H] -> features [N, H]."""
         if self.input_norm is not None:
-            taps = self.input_norm(taps)
+            aux_hidden_states = self.input_norm(aux_hidden_states)
         if self.fc_norm:
-            parts = taps.chunk(len(self.fc_norm), dim=-1)
+            parts = aux_hidden_states.chunk(len(self.fc_norm), dim=-1)
             normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
-            taps = torch.cat(normed, dim=-1)
-        out: Tensor = self.fc(taps)
+            aux_hidden_states = torch.cat(normed, dim=-1)
+        out: Tensor = self.fc(aux_hidden_states)
         return out
 
     def mask_feature(self) -> Tensor:
@@ -219,9 +219,9 @@ def initialise(
 
 
 def copy_last_layers(network: EagleNetwork, target: TargetModel) -> None:
-    """Starts the drafter as the target's own last layers, fed with its latest tap.
+    """Starts the drafter as the target's own last layers, fed with its latest aux state.
 
-    The features then begin as the last tapped hidden state, and every layer computes what the
+    The features then begin as the last aux hidden state, and every layer computes what the
     target's layer of the same distance from the end computes. Needs the target's sizes.
     """
     last = list(target.layers)[-len(network.layers) :]

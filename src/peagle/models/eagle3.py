@@ -20,7 +20,7 @@ class Eagle3Drafter:
 
     def __init__(self, network: EagleNetwork) -> None:
         self.network = network
-        self.tap_layers = network.config.aux_hidden_state_layer_ids
+        self.aux_hidden_state_layers = network.config.aux_hidden_state_layer_ids
         self.cache_layout: CacheLayout | None = cache_layout(network)
         self.max_positions: int | None = network.config.max_position_embeddings
 
@@ -40,7 +40,7 @@ class Eagle3Drafter:
         items = RowItems(batch.slots, batch.starts, batch.num_real, width)
         rows = attend(batch, items, batch.prompt)
         embeddings = embed(self.network, batch, batch.tokens.flatten())
-        features = features_of(self.network, batch, batch.taps, batch.num_real, width)
+        features = features_of(self.network, batch, batch.aux_hidden_states, batch.num_real, width)
         hidden = run_rows(self.network, batch, rows, batch.prompt, embeddings, features)
         return batch.ops.pick_rows(hidden, batch.num_real, width, 1)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from peagle.errors import ConfigError
 from peagle.kernels.device import gpu_takes
-from peagle.kernels.plain.fp8 import quantize_rows, scaled_linear
+from peagle.kernels.reference.fp8 import quantize_rows, scaled_linear
 from peagle.models.layers import DecoderLayer
 
 if TYPE_CHECKING:

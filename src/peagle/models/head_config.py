@@ -52,8 +52,8 @@ class HeadConfig:
     has_lm_head: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False  # EAGLE-3: the normed hidden state is fed back
-    norm_before_fc: bool = False  # one norm over the concatenated taps
-    fc_norm: bool = False  # one norm for each tap
+    norm_before_fc: bool = False  # one norm over the concatenated aux_hidden_states
+    fc_norm: bool = False  # one norm for each aux hidden state
     attention_bias: bool = False  # q, k, v and o have biases
     mlp_bias: bool = False
     mask_token_id: int | None = None  # where an exported table keeps the mask embedding

@@ -13,7 +13,7 @@ class NgramDrafter:
     suffix of the history, of `longest` down to `shortest` tokens."""
 
     method = "ngram"
-    tap_layers: tuple[int, ...] = ()
+    aux_hidden_state_layers: tuple[int, ...] = ()
     cache_layout: CacheLayout | None = None
     max_speculative_tokens = MAX_SPECULATIVE_TOKENS
     max_positions: int | None = None

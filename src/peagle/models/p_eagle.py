@@ -19,7 +19,7 @@ class PEagleDrafter:
 
     def __init__(self, network: EagleNetwork) -> None:
         self.network = network
-        self.tap_layers = network.config.aux_hidden_state_layer_ids
+        self.aux_hidden_state_layers = network.config.aux_hidden_state_layer_ids
         self.cache_layout: CacheLayout | None = cache_layout(network)
         self.max_speculative_tokens = network.config.max_speculative_tokens
         self.max_positions: int | None = network.config.max_position_embeddings
@@ -41,18 +41,24 @@ class PEagleDrafter:
         embeddings = ops.embed_rows(
             network.embedding.weight, batch.tokens, places[0], network.mask_embedding, places[1]
         )
-        real = features_of(network, batch, batch.taps, batch.num_real, batch.tokens.shape[1])
+        real = features_of(
+            network, batch, batch.aux_hidden_states, batch.num_real, batch.tokens.shape[1]
+        )
         real = real.view(*batch.tokens.shape, real.shape[1])
         features = ops.expand_rows(real, places[0], self.mask_feature, places[1])
         return run_rows(network, batch, rows, batch.prompt, embeddings, features)
 
 
 def features_of(
-    network: EagleNetwork, batch: DraftBatch, taps: Tensor, counts: Tensor, rows_per_item: int
+    network: EagleNetwork,
+    batch: DraftBatch,
+    aux_hidden_states: Tensor,
+    counts: Tensor,
+    rows_per_item: int,
 ) -> Tensor:
     """Hidden states [I * Q, C] of items with so many real rows [I] -> features [I * Q, H]."""
     packing = batch.pack(counts, rows_per_item)
-    return packing.put(network.features(packing.take(taps)))
+    return packing.put(network.features(packing.take(aux_hidden_states)))
 
 
 def attend(batch: DraftBatch, items: RowItems, prompt: PromptRows | None) -> Rows:
@@ -74,7 +80,7 @@ def run_rows(
     if prompt is not None:
         embeddings = torch.cat((embeddings, embed(network, batch, prompt.tokens)))
         places = prompt.items.counts, prompt.items.rows_per_item
-        own = features_of(network, batch, prompt.taps, *places)
+        own = features_of(network, batch, prompt.aux_hidden_states, *places)
         features = torch.cat((features, own))
     if not len(rows.packing):
         return torch.zeros_like(embeddings[:total])

@@ -21,15 +21,17 @@ def rollout_hidden(
     network: EagleNetwork,
     elements: Elements,
     token_ids: Tensor,  # [n]: the token at p+1 for each position p of depth 0
-    taps: Tensor,  # [n, 3H]: the target's hidden states at p
+    aux_hidden_states: Tensor,  # [n, 3H]: the target's hidden states at p
     attention: Attention,
 ) -> Tensor:
-    """Hidden states [N, H] of all elements; `anchor` indexes token_ids and taps."""
+    """Hidden states [N, H] of all elements; `anchor` indexes token_ids and aux_hidden_states."""
     is_mask = (elements.depth > 0)[:, None]
     embeddings = torch.where(
         is_mask, network.mask_embedding, network.embed(token_ids)[elements.anchor]
     )
-    features = torch.where(is_mask, network.mask_feature(), network.features(taps)[elements.anchor])
+    features = torch.where(
+        is_mask, network.mask_feature(), network.features(aux_hidden_states)[elements.anchor]
+    )
     out: Tensor = network(embeddings, features, elements.positions, attention)
     return out
 
@@ -37,7 +39,7 @@ def rollout_hidden(
 def rollout_rows(
     network: EagleNetwork,
     token_ids: Tensor,  # [n]: the token at p+1 for each real row
-    taps: Tensor,  # [n, 3H]
+    aux_hidden_states: Tensor,  # [n, 3H]
     num_masks: int,
 ) -> tuple[Tensor, Tensor]:
     """Embeddings and features [n + num_masks, H]: the real rows in order, then mask rows.
@@ -47,4 +49,4 @@ def rollout_rows(
     masks = network.mask_embedding.expand(num_masks, -1)
     embeddings = torch.cat((network.embed(token_ids), masks))
     mask_features = network.mask_feature().expand(num_masks, -1)
-    return embeddings, torch.cat((network.features(taps), mask_features))
+    return embeddings, torch.cat((network.features(aux_hidden_states), mask_features))

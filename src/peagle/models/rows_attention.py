@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.layer import CachePlace
-from peagle.kernels.plain.attention import paged_attention
+from peagle.kernels.reference.attention import paged_attention
 from peagle.kernels.rows import RowGroups
 from peagle.models.attention import CachedAttention
 

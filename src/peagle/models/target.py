@@ -1,4 +1,4 @@
-"""The native target: one decoder for the dense Llama family, with taps for drafters."""
+"""The native target: a decoder for the dense Llama family, with aux hidden states for drafters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from peagle.models.layers import DecoderLayer, Linear, RMSNorm, RotaryEmbedding,
 
 class TargetOutput(NamedTuple):
     hidden: Tensor  # [N, H], after the final norm
-    taps: Tensor | None  # [N, len(tap_layers) * H], None when nothing was tapped
+    aux_hidden_states: (
+        Tensor | None
+    )  # [N, len(aux_hidden_state_layers) * H], None if no layer was asked for
 
 
 class TargetModel(nn.Module):
@@ -46,32 +48,36 @@ class TargetModel(nn.Module):
         token_ids: Tensor,  # [N]
         positions: Tensor,  # [N]
         attention: Attention,
-        tap_layers: Sequence[int] = (),
+        aux_hidden_state_layers: Sequence[int] = (),
     ) -> TargetOutput:
-        """`tap_layers` counts as vLLM does: i is the residual stream after the first i layers."""
-        return self.run(self.embed_tokens(token_ids), positions, attention, tap_layers)
+        """Layers are counted as vLLM does: i is the residual stream after the first i layers."""
+        return self.run(self.embed_tokens(token_ids), positions, attention, aux_hidden_state_layers)
 
     def run(
         self,
         x: Tensor,  # [N, H]: the tokens' embeddings
         positions: Tensor,  # [N]
         attention: Attention,
-        tap_layers: Sequence[int] = (),
+        aux_hidden_state_layers: Sequence[int] = (),
     ) -> TargetOutput:
         """`forward` behind the embedding."""
         states = self._fused(x, None, positions, attention)
         if states is not None:
-            taps = {i: states[i - 1] if i else x for i in tap_layers}
+            aux_hidden_states = {i: states[i - 1] if i else x for i in aux_hidden_state_layers}
             x = states[-1]
         else:
             rotation = self.rotary(positions, x.dtype)
-            taps = {0: x} if 0 in tap_layers else {}
+            aux_hidden_states = {0: x} if 0 in aux_hidden_state_layers else {}
             for depth, layer in enumerate(self.layers, start=1):
                 x = layer(x, rotation, attention)
-                if depth in tap_layers:
-                    taps[depth] = x
-        tapped = torch.cat([taps[i] for i in tap_layers], dim=-1) if tap_layers else None
-        return TargetOutput(self.norm(x), tapped)
+                if depth in aux_hidden_state_layers:
+                    aux_hidden_states[depth] = x
+        together = (
+            torch.cat([aux_hidden_states[i] for i in aux_hidden_state_layers], dim=-1)
+            if aux_hidden_state_layers
+            else None
+        )
+        return TargetOutput(self.norm(x), together)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] -> [N, V] in float32 or better, the precision that sampling is defined in."""
@@ -82,6 +88,6 @@ class TargetModel(nn.Module):
         return hidden, self.lm_head.weight
 
 
-def default_tap_layers(num_hidden_layers: int) -> tuple[int, int, int]:
+def default_aux_hidden_state_layers(num_hidden_layers: int) -> tuple[int, int, int]:
     """The layers that EAGLE-3 and every released P-EAGLE head read: early, middle, late."""
     return 2, num_hidden_layers // 2, num_hidden_layers - 3

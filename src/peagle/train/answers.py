@@ -67,7 +67,7 @@ class EmbeddedAnswers:
 
     def close(self) -> None:
         for request in self._asked:
-            self.engine.abort(request)
+            self.engine.abort_request(request)
         self._asked.clear()
 
 
@@ -82,7 +82,7 @@ class VllmAnswers:
     def submit(self, question: Question) -> None:
         prompt = TokenizedPrompt(None, question.prompt_token_ids)
         params = replace(self.params, seed=question.seed)
-        self._asked[self.backend.open(prompt, params)] = question
+        self._asked[self.backend.add_request(prompt, params)] = question
 
     def collect(self) -> list[tuple[Question, Answer]]:
         done: list[tuple[Question, Answer]] = []

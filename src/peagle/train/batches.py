@@ -134,6 +134,6 @@ def pinned(planned: PlannedRow) -> PlannedRow:
     )
     fetched = planned.fetched
     if isinstance(fetched, StoredStates):  # promised ones are page-locked already
-        fetched = StoredStates(fetched.taps.pin_memory(), fetched.states.pin_memory())
+        fetched = StoredStates(fetched.aux_hidden_states.pin_memory(), fetched.states.pin_memory())
     segments = [s.pin() for s in planned.segments]
     return planned._replace(row=row, segments=segments, fetched=fetched)

@@ -1,7 +1,8 @@
 """The target's hidden states on disk: written once by `peagle capture`, read by training.
 
     features.json              target, layers and dtype, and the list of shards
-    features-00000.safetensors token_ids int32 [T], taps bf16 [T, 3H], states bf16 [T, H]
+    features-00000.safetensors token_ids int32 [T], states bf16 [T, H],
+                               aux_hidden_states bf16 [T, 3H]
 
 The token ids lie beside the states and are compared when a row is read: states of other tokens
 would train without an error and draft nonsense.
@@ -34,14 +35,14 @@ from peagle.train.features import (
 )
 from peagle.train.vllm_features import VllmFeatures
 
-FORMAT = "peagle-features-1"
+FORMAT = "peagle-features-2"
 INDEX = "features.json"
 PASSES_AHEAD = 2
 
 
-def forecast_bytes(num_tokens: int, hidden_size: int, num_taps: int) -> int:
-    """Disk use of a capture: taps and states in bf16, and the token ids."""
-    return num_tokens * (2 * hidden_size * (num_taps + 1) + 4)
+def forecast_bytes(num_tokens: int, hidden_size: int, num_aux_hidden_states: int) -> int:
+    """Disk use of a capture: aux_hidden_states and states in bf16, and the token ids."""
+    return num_tokens * (2 * hidden_size * (num_aux_hidden_states + 1) + 4)
 
 
 def check_disk(needed: int, folder: Path, max_disk: int | None) -> None:
@@ -67,12 +68,12 @@ def capture(
 ) -> Iterator[int]:
     """Writes one shard per pass of the target; yields the rows done so far. Resumable."""
     folder.mkdir(parents=True, exist_ok=True)
-    index = _open_index(folder, target_model, source.tap_layers)
+    index = _open_index(folder, target_model, source.aux_hidden_state_layers)
     done = {row_id for shard in index["shards"] for row_id in shard["rows"]}
     left = [i for i, info in enumerate(dataset.info) if info["id"] not in done]
     tokens = int(dataset.lengths[left].sum())
     size = source.target.config.hidden_size
-    check_disk(forecast_bytes(tokens, size, len(source.tap_layers)), folder, max_disk)
+    check_disk(forecast_bytes(tokens, size, len(source.aux_hidden_state_layers)), folder, max_disk)
     for row, features in _passes(dataset, left, source, tokens_per_pass):
         name = f"features-{len(index['shards']):05d}.safetensors"
         index["shards"].append(_write_shard(dataset, row, features, folder / name))
@@ -101,7 +102,7 @@ def _write_shard(
 ) -> dict[str, Any]:
     tensors = {
         "token_ids": row.token_ids.int(),
-        "taps": features.taps.to("cpu", torch.bfloat16),
+        "aux_hidden_states": features.aux_hidden_states.to("cpu", torch.bfloat16),
         "states": features.states.to("cpu", torch.bfloat16),
     }
     with atomic_file(path) as temporary:
@@ -110,14 +111,21 @@ def _write_shard(
     return {"name": path.name, "rows": ids, "lengths": dataset.lengths[row.indices].tolist()}
 
 
-def _open_index(folder: Path, target_model: str, tap_layers: tuple[int, ...]) -> dict[str, Any]:
-    made = {"format": FORMAT, "target": target_model, "tap_layers": list(tap_layers)}
+def _open_index(
+    folder: Path, target_model: str, aux_hidden_state_layers: tuple[int, ...]
+) -> dict[str, Any]:
+    made = {
+        "format": FORMAT,
+        "target": target_model,
+        "aux_hidden_state_layers": list(aux_hidden_state_layers),
+    }
     if not (folder / INDEX).exists():
         return {**made, "shards": []}
     index = read_index(folder)
     if any(index[key] != value for key, value in made.items()):
         raise DataError(
-            f"{folder} holds states of {index['target']}, layers {index['tap_layers']}",
+            f"{folder} holds states of {index['target']}, "
+            f"layers {index['aux_hidden_state_layers']}",
             hint="capture into a new folder",
         )
     return index
@@ -142,15 +150,18 @@ class StoredFeatures:
         self,
         folder: Path,
         target_model: str,
-        tap_layers: tuple[int, ...],
+        aux_hidden_state_layers: tuple[int, ...],
         dataset: Dataset,
         like: Tensor,  # a weight of the target: features get its device and dtype
     ) -> None:
         index = read_index(folder)
-        if tuple(index["tap_layers"]) != tap_layers or index["target"] != target_model:
+        if (
+            tuple(index["aux_hidden_state_layers"]) != aux_hidden_state_layers
+            or index["target"] != target_model
+        ):
             raise DataError(
-                f"{folder} holds layers {index['tap_layers']} of {index['target']}, "
-                f"but the head reads {list(tap_layers)} of {target_model}",
+                f"{folder} holds layers {index['aux_hidden_state_layers']} of {index['target']}, "
+                f"but the head reads {list(aux_hidden_state_layers)} of {target_model}",
                 hint="capture again, or set head.aux_hidden_state_layer_ids",
             )
         self.dataset, self.device, self.dtype = dataset, like.device, like.dtype
@@ -164,18 +175,20 @@ class StoredFeatures:
 
     def fetch(self, row: PackedRow) -> StoredStates:
         parts = [self._read(index) for index in row.indices]
-        padding = len(row.token_ids) - sum(len(taps) for taps, _ in parts)
-        taps = torch.cat([taps for taps, _ in parts])
+        padding = len(row.token_ids) - sum(len(aux_hidden_states) for aux_hidden_states, _ in parts)
+        aux_hidden_states = torch.cat([aux_hidden_states for aux_hidden_states, _ in parts])
         states = torch.cat([states for _, states in parts])
         pad = torch.nn.functional.pad
-        return StoredStates(pad(taps, (0, 0, 0, padding)), pad(states, (0, 0, 0, padding)))
+        return StoredStates(
+            pad(aux_hidden_states, (0, 0, 0, padding)), pad(states, (0, 0, 0, padding))
+        )
 
     def __call__(self, row: PackedRow, fetched: Fetched) -> Features:
         assert isinstance(fetched, StoredStates)
         tokens = row.token_ids.to(self.device, non_blocking=True)
-        taps = fetched.taps.to(self.device, self.dtype, non_blocking=True)
+        aux_hidden_states = fetched.aux_hidden_states.to(self.device, self.dtype, non_blocking=True)
         states = fetched.states.to(self.device, self.dtype, non_blocking=True)
-        return Features(tokens.roll(-1), taps, states)
+        return Features(tokens.roll(-1), aux_hidden_states, states)
 
     def _read(self, index: int) -> tuple[Tensor, Tensor]:
         row_id, length = self.dataset.info[index]["id"], int(self.dataset.lengths[index])
@@ -192,12 +205,14 @@ class StoredFeatures:
                 f"the captured states of row {row_id!r} belong to other tokens",
                 hint="the dataset changed after the capture: capture again",
             )
-        return tensors["taps"][here], tensors["states"][here]
+        return tensors["aux_hidden_states"][here], tensors["states"][here]
 
 
 def _open_shard(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in ("token_ids", "taps", "states")}
+            return {
+                name: file.get_tensor(name) for name in ("token_ids", "aux_hidden_states", "states")
+            }
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path} cannot be read: {error}", hint="capture again") from None

@@ -12,7 +12,7 @@ from peagle.checkpoints.references import load_config, resolve_model
 from peagle.config import EngineConfig
 from peagle.data.dataset import Dataset
 from peagle.models.head_config import HeadConfig
-from peagle.models.target import default_tap_layers
+from peagle.models.target import default_aux_hidden_state_layers
 from peagle.train.doctor import Rows, same_target, sample_rows
 from peagle.train.findings import Finding, graded
 from peagle.train.making import recorded_params
@@ -42,11 +42,11 @@ def check_config(head: HeadConfig, model: str) -> Iterator[Finding]:
         message = f"it was trained for {head.target_model}, not {model}"
         yield Finding("warning", "head's target", message, "fine if both name the same model")
     target = load_config(resolve_model(model))
-    usual = default_tap_layers(int(target.num_hidden_layers))
-    taps = head.aux_hidden_state_layer_ids
-    message = f"the head reads layers {list(taps)}; unless told, servers take {list(usual)}"
+    usual = default_aux_hidden_state_layers(int(target.num_hidden_layers))
+    layers = head.aux_hidden_state_layer_ids
+    message = f"the head reads layers {list(layers)}; unless told, servers take {list(usual)}"
     hint = "export writes them to eagle_aux_hidden_state_layer_ids: check that the server reads it"
-    yield graded("layer ids", message, warning=taps != usual, hint=hint)
+    yield graded("layer ids", message, warning=layers != usual, hint=hint)
     ours, its = head.max_position_embeddings, int(target.max_position_embeddings)
     message = f"the head drafts up to position {ours}, the target's context is {its}"
     hint = "nothing is drafted beyond it: raise max_position_embeddings, train on longer rows"

@@ -89,7 +89,7 @@ def unroll(
     elements = Elements(slot, torch.zeros_like(slot), document)
     attention = ChainAttention(context_for(elements, position))
     last_position = network.config.max_position_embeddings - 1
-    tokens, feature = features.next_tokens, network.features(features.taps)
+    tokens, feature = features.next_tokens, network.features(features.aux_hidden_states)
     steps: list[Tensor] = []
     for step in range(num_steps):
         at = (position + step).clamp(max=last_position)

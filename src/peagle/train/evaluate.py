@@ -100,7 +100,7 @@ class Evaluator:
         chances = torch.zeros(1, len(row.token_ids), self.max_tokens, dtype=torch.double)
         last = model.network.config.max_position_embeddings - 1  # beyond it nothing is drafted
         for segment in self._segments(model, row):
-            here = segment.to(features.taps.device)
+            here = segment.to(features.aux_hidden_states.device)
             here = here._replace(positions=here.positions.clamp(max=last))
             with self.autocast():
                 normed, table = model(here, features)

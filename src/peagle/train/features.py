@@ -18,14 +18,14 @@ class Features(NamedTuple):
     """What the target knows of a packed row of n tokens, on the training device."""
 
     next_tokens: Tensor  # [n]: the token at slot + 1
-    taps: Tensor  # [n, 3H]
+    aux_hidden_states: Tensor  # [n, 3H]
     states: Tensor  # [n, H]: after the final norm, what its output table reads
 
 
 class StoredStates(NamedTuple):
     """States of a packed row as they were read from disk, in main memory."""
 
-    taps: Tensor  # [n, 3H]
+    aux_hidden_states: Tensor  # [n, 3H]
     states: Tensor  # [n, H]
 
 
@@ -55,9 +55,9 @@ class FeatureSource(Protocol):
 class OnlineFeatures:
     """The target runs in this process, one pass per packed row, without gradients."""
 
-    def __init__(self, target: TargetModel, tap_layers: tuple[int, ...]) -> None:
+    def __init__(self, target: TargetModel, aux_hidden_state_layers: tuple[int, ...]) -> None:
         self.target = target
-        self.tap_layers = tap_layers
+        self.aux_hidden_state_layers = aux_hidden_state_layers
         windows = target.config.sliding_windows
         self.windows = tuple(dict.fromkeys(windows)) if windows else (None,)
         self.device = target.embed_tokens.weight.device
@@ -72,6 +72,6 @@ class OnlineFeatures:
         slot = torch.arange(len(tokens), device=self.device, dtype=torch.int32)
         elements = Elements(slot, torch.zeros_like(slot), document)
         attention = attention_for(elements, position, self.windows)
-        output = self.target(tokens, position, attention, self.tap_layers)
-        assert output.taps is not None
-        return Features(tokens.roll(-1), output.taps, output.hidden)
+        output = self.target(tokens, position, attention, self.aux_hidden_state_layers)
+        assert output.aux_hidden_states is not None
+        return Features(tokens.roll(-1), output.aux_hidden_states, output.hidden)

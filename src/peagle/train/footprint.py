@@ -133,8 +133,8 @@ def moment(
     }
     if recipe.data.features is not None:
         return drafter
-    taps = len(config.aux_hidden_state_layer_ids)
-    width = (2 * taps + 4) * target.hidden_size + 4 * target.intermediate_size
+    aux_hidden_states = len(config.aux_hidden_state_layer_ids)
+    width = (2 * aux_hidden_states + 4) * target.hidden_size + 4 * target.intermediate_size
     running = {f"target's pass over {num_tokens} tokens": num_tokens * width * itemsize}
     return max(drafter, running, key=lambda parts: sum(parts.values()))
 

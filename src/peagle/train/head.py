@@ -14,13 +14,15 @@ from peagle.errors import ConfigError
 from peagle.models.config import DecoderConfig
 from peagle.models.eagle import EagleNetwork, initialise, shared_tables
 from peagle.models.head_config import HeadConfig
-from peagle.models.target import TargetModel, default_tap_layers
+from peagle.models.target import TargetModel, default_aux_hidden_state_layers
 from peagle.train.recipe import Recipe
 
 
 def head_config(recipe: Recipe, target: DecoderConfig, rope: dict[str, Any]) -> HeadConfig:
     head = recipe.head
-    taps = head.aux_hidden_state_layer_ids or default_tap_layers(target.num_hidden_layers)
+    layers = head.aux_hidden_state_layer_ids or default_aux_hidden_state_layers(
+        target.num_hidden_layers
+    )
     if head.copy_target_layers:
         _check_copy(recipe, target)
     return HeadConfig(
@@ -29,7 +31,7 @@ def head_config(recipe: Recipe, target: DecoderConfig, rope: dict[str, Any]) -> 
         target_hidden_size=target.hidden_size,
         target_num_hidden_layers=target.num_hidden_layers,
         vocab_size=target.vocab_size,
-        aux_hidden_state_layer_ids=taps,
+        aux_hidden_state_layer_ids=layers,
         hidden_size=target.hidden_size,
         intermediate_size=head.intermediate_size or target.intermediate_size,
         num_hidden_layers=head.num_hidden_layers,

@@ -74,7 +74,7 @@ def loss_bytes(config: HeadConfig, chunk_rows: int, itemsize: int, *, compiled: 
 
 
 def feature_bytes(config: HeadConfig, num_tokens: int, itemsize: int) -> int:
-    """The target's taps and last states of a packed row, and its tokens."""
+    """The target's aux_hidden_states and last states of a packed row, and its tokens."""
     width = (len(config.aux_hidden_state_layer_ids) + 1) * config.target_hidden_size
     return num_tokens * (width * itemsize + 8)
 

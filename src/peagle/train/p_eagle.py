@@ -17,7 +17,7 @@ def segment_hidden(network: EagleNetwork, segment: Segment, features: Features) 
     """Hidden states [R, H], before the final norm, of every row of the segment."""
     here = slice(segment.first, segment.last)
     embeddings, row_features = rollout_rows(
-        network, features.next_tokens[here], features.taps[here], segment.num_masks
+        network, features.next_tokens[here], features.aux_hidden_states[here], segment.num_masks
     )
     padding = len(segment.positions) - len(embeddings)
     attention = attention_for(segment.elements, segment.positions)

@@ -17,14 +17,20 @@ from peagle.train.vllm_source import Need, open_features
 def feature_source(
     recipe: Recipe, target: TargetModel, network: EagleNetwork, dataset: Dataset
 ) -> FeatureSource:
-    taps = network.config.aux_hidden_state_layer_ids
+    aux_hidden_states = network.config.aux_hidden_state_layer_ids
     if recipe.data.features is None:
-        return OnlineFeatures(target, taps)
+        return OnlineFeatures(target, aux_hidden_states)
     table = target.embed_tokens.weight
     if recipe.data.features == "vllm":
         need = Need(
-            recipe.target.model, target.config, taps, int(dataset.lengths.max()), table.dtype
+            recipe.target.model,
+            target.config,
+            aux_hidden_states,
+            int(dataset.lengths.max()),
+            table.dtype,
         )
         log = Path(recipe.run.folder) / "vllm.log"
         return open_features(recipe.vllm, need, target, log, world_size=world_size())
-    return StoredFeatures(Path(recipe.data.features), recipe.target.model, taps, dataset, table)
+    return StoredFeatures(
+        Path(recipe.data.features), recipe.target.model, aux_hidden_states, dataset, table
+    )

@@ -15,7 +15,7 @@ from peagle.data.dataset import Dataset
 from peagle.engine.loading import choose_device, choose_dtype, load_engine_target
 from peagle.errors import DataError
 from peagle.models.config import DecoderConfig
-from peagle.models.target import default_tap_layers
+from peagle.models.target import default_aux_hidden_state_layers
 from peagle.train.capture import capture, forecast_bytes
 from peagle.train.features import OnlineFeatures
 from peagle.train.recipe import VllmSection
@@ -28,7 +28,7 @@ class Plan:
     model: str
     folder: Path
     config: EngineConfig
-    tap_layers: tuple[int, ...]
+    aux_hidden_state_layers: tuple[int, ...]
     num_rows: int
     num_tokens: int
     num_bytes: int
@@ -39,19 +39,19 @@ def forecast(
     dataset: Dataset,
     model: str,
     config: EngineConfig,
-    tap_layers: tuple[int, ...] | None,
+    aux_hidden_state_layers: tuple[int, ...] | None,
     vllm: VllmSection | None = None,
 ) -> Plan:
     """Reads sizes alone: nothing is loaded and nothing written."""
     folder = resolve_model(model)
     known = decoder_sizes if vllm else DecoderConfig.from_transformers
     sizes = known(load_config(folder))
-    taps = tap_layers or default_tap_layers(sizes.num_hidden_layers)
-    if not all(0 <= layer <= sizes.num_hidden_layers for layer in taps):
-        raise DataError(f"layers {list(taps)} are not all in 0..{sizes.num_hidden_layers}")
+    layers = aux_hidden_state_layers or default_aux_hidden_state_layers(sizes.num_hidden_layers)
+    if not all(0 <= layer <= sizes.num_hidden_layers for layer in layers):
+        raise DataError(f"layers {list(layers)} are not all in 0..{sizes.num_hidden_layers}")
     num_tokens = int(dataset.lengths.sum())
-    num_bytes = forecast_bytes(num_tokens, sizes.hidden_size, len(taps))
-    return Plan(model, folder, config, taps, len(dataset), num_tokens, num_bytes, vllm)
+    num_bytes = forecast_bytes(num_tokens, sizes.hidden_size, len(layers))
+    return Plan(model, folder, config, layers, len(dataset), num_tokens, num_bytes, vllm)
 
 
 def store(
@@ -74,10 +74,10 @@ def store(
 def _source(plan: Plan, dataset: Dataset, folder: Path) -> OnlineFeatures | VllmFeatures:
     if plan.vllm is None:
         target = load_engine_target(plan.folder, plan.config).requires_grad_(False)
-        return OnlineFeatures(target, plan.tap_layers)
+        return OnlineFeatures(target, plan.aux_hidden_state_layers)
     device = choose_device(plan.config)
     dtype = choose_dtype(plan.config, device)
     target = load_layerless(plan.folder, dtype=dtype, device=device).requires_grad_(False)
     longest = int(dataset.lengths.max())
-    need = Need(plan.model, target.config, plan.tap_layers, longest, dtype)
+    need = Need(plan.model, target.config, plan.aux_hidden_state_layers, longest, dtype)
     return open_features(plan.vllm, need, target, folder / "vllm.log")

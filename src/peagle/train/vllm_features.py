@@ -1,6 +1,6 @@
 """Features from a target that runs in vLLM: tensor parallel, on other GPUs, on another machine.
 
-vLLM hands over the residual stream after the tapped layers and after the last one; the final
+vLLM hands over the residual stream after the aux layers and after the last one; the final
 norm, the embedding and the output table are all that we hold of the target ourselves.
 """
 
@@ -31,13 +31,17 @@ class VllmFeatures:
         self,
         client: StatesClient,
         target: TargetModel,  # its layers are not used
-        tap_layers: tuple[int, ...],
+        aux_hidden_state_layers: tuple[int, ...],
         *,
         num_requests: int,
     ) -> None:
-        self.client, self.target, self.tap_layers = client, target, tap_layers
+        self.client, self.target, self.aux_hidden_state_layers = (
+            client,
+            target,
+            aux_hidden_state_layers,
+        )
         self.device = target.embed_tokens.weight.device
-        self._columns = [client.layer_ids.index(layer) for layer in tap_layers]
+        self._columns = [client.layer_ids.index(layer) for layer in aux_hidden_state_layers]
         self._last = client.layer_ids.index(target.config.num_hidden_layers)
         self.dtype = self._probe()
         self._workers = Workers(num_requests, "vllm-states")
@@ -47,8 +51,8 @@ class VllmFeatures:
     def fetch(self, row: PackedRow) -> PromisedStates:
         """Returns at once: the next rows can be asked for while these states are on their way."""
         size, length = self.target.config.hidden_size, len(row.token_ids)
-        taps = self._buffer(length, len(self._columns) * size)
-        stored = StoredStates(taps, self._buffer(length, size))
+        aux_hidden_states = self._buffer(length, len(self._columns) * size)
+        stored = StoredStates(aux_hidden_states, self._buffer(length, size))
         jobs = [functools.partial(self._fill, row, place, stored) for place in documents(row)]
         return PromisedStates(stored, [self._workers.submit(job) for job in jobs])
 
@@ -58,14 +62,14 @@ class VllmFeatures:
         stored = fetched.wait()
         dtype = self.target.embed_tokens.weight.dtype
         tokens = row.token_ids.to(self.device, non_blocking=True)
-        taps = stored.taps.to(self.device, dtype, non_blocking=True)
+        aux_hidden_states = stored.aux_hidden_states.to(self.device, dtype, non_blocking=True)
         states = stored.states.to(self.device, dtype, non_blocking=True)
-        return Features(tokens.roll(-1), taps, self.target.norm(states))
+        return Features(tokens.roll(-1), aux_hidden_states, self.target.norm(states))
 
     def _fill(self, row: PackedRow, place: slice, stored: StoredStates) -> None:
         answer = self.client(row.token_ids[place])
         self._check_size(answer)
-        stored.taps[place] = answer.hidden[:, self._columns].flatten(1)
+        stored.aux_hidden_states[place] = answer.hidden[:, self._columns].flatten(1)
         stored.states[place] = answer.hidden[:, self._last]
 
     def _buffer(self, length: int, width: int) -> Tensor:

@@ -32,14 +32,14 @@ class Need:
 
     model: str
     sizes: DecoderConfig
-    tap_layers: tuple[int, ...]
+    aux_hidden_state_layers: tuple[int, ...]
     longest: int  # document, in tokens
     dtype: torch.dtype
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """The tapped layers and the last, in the order in which vLLM stores them."""
-        return tuple(sorted({*self.tap_layers, self.sizes.num_hidden_layers}))
+        """The aux layers and the last, in the order in which vLLM stores them."""
+        return tuple(sorted({*self.aux_hidden_state_layers, self.sizes.num_hidden_layers}))
 
     @property
     def document_bytes(self) -> int:
@@ -53,7 +53,9 @@ def open_features(
 ) -> VllmFeatures:
     if section.endpoint is not None:
         client = connect(section, need)
-        return VllmFeatures(client, target, need.tap_layers, num_requests=section.requests)
+        return VllmFeatures(
+            client, target, need.aux_hidden_state_layers, num_requests=section.requests
+        )
     if world_size > 1:
         raise ConfigError(
             "several training processes need one vLLM server between them",
@@ -64,7 +66,7 @@ def open_features(
     server = VllmServer(plan, log, timeout=60 * section.start_minutes)
     endpoint = Endpoint(server.url, served_model(server.url).name)
     client = StatesClient(endpoint, need.layer_ids, still_alive=server.still_alive)
-    return VllmFeatures(client, target, need.tap_layers, num_requests=num_requests)
+    return VllmFeatures(client, target, need.aux_hidden_state_layers, num_requests=num_requests)
 
 
 def connect(section: VllmSection, need: Need) -> StatesClient:
@@ -132,9 +134,12 @@ def installed_command() -> str:
 def shell_command(recipe: Recipe) -> str:
     """What to start where `vllm.endpoint` will be; nothing is loaded."""
     section, inputs = recipe.vllm, read_inputs(recipe)
-    taps, longest = inputs.head.aux_hidden_state_layer_ids, int(inputs.dataset.lengths.max())
+    aux_hidden_states, longest = (
+        inputs.head.aux_hidden_state_layer_ids,
+        int(inputs.dataset.lengths.max()),
+    )
     on_gpu = section.device == "cuda" or (section.device == "auto" and torch.cuda.is_available())
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    need = Need(recipe.target.model, inputs.sizes, taps, longest, dtype)
+    need = Need(recipe.target.model, inputs.sizes, aux_hidden_states, longest, dtype)
     root = Path(section.folder or MEMORY / "peagle-states")
     return plan_server(section, need, root, section.requests).shell_command()

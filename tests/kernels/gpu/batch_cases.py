@@ -1,4 +1,4 @@
-"""Random batches, and each operation of kernels/plain/batch.py as a slow loop over slots."""
+"""Random batches, and each operation of kernels/reference/batch.py as a slow loop over slots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from peagle.kernels.device_batch import DeviceBatch, RowPlan, StepCounts, make_device_batch
-from peagle.kernels.plain.batch import HEADER
+from peagle.kernels.reference.batch import HEADER
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLES = 10 if DEVICE.type == "cuda" else 25

@@ -24,7 +24,7 @@ from peagle.engine.blocks import BlockTable
 from peagle.engine.kv_cache import PagedKVCache
 from peagle.kernels.gpu.attention import choose_splits, paged_attention, tile
 from peagle.kernels.gpu.tiles import FEW_PROGRAMS
-from peagle.kernels.plain import attention as plain
+from peagle.kernels.reference import attention as plain
 from peagle.models.drafter import CacheLayout, Span
 
 WINDOWS = st.none() | st.integers(1, 100)

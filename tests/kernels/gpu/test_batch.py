@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.kernels.device_batch import StepCounts, make_device_batch
-from peagle.kernels.plain import batch as plain
+from peagle.kernels.reference import batch as plain
 from peagle.speculation.draft_limit import draft_limit
 
 from . import batch_cases

@@ -30,10 +30,10 @@ from peagle.kernels.gpu.best_token import best_tokens
 from peagle.kernels.gpu.linear import Tile, batch_invariant_tile, fused_linear, invariant_logits
 from peagle.kernels.gpu.norms import rms_norm, weigh_rows
 from peagle.kernels.gpu.tiles import batch_invariant_splits, keys_of_a_part
-from peagle.kernels.plain import attention as plain_attention
-from peagle.kernels.plain import linear as plain
-from peagle.kernels.plain.linear import Norm
 from peagle.kernels.policy import BATCH_INVARIANT, FAST, Policy
+from peagle.kernels.reference import attention as plain_attention
+from peagle.kernels.reference import linear as plain
+from peagle.kernels.reference.linear import Norm
 from peagle.kernels.rows import PagedRows, RowGroups
 from peagle.models import fused, layers
 from peagle.models.binding import bind_kernels

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from peagle.kernels.gpu import best_token as fast
 from peagle.kernels.gpu.best_token import Tile
-from peagle.kernels.plain import best_token as plain
-from peagle.kernels.plain.choose import Chosen
+from peagle.kernels.reference import best_token as plain
+from peagle.kernels.reference.choose import Chosen
 
 INF, NAN = math.inf, math.nan
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

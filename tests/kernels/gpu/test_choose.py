@@ -15,8 +15,8 @@ from torch import Tensor
 
 from peagle.kernels.gpu import choose as fast
 from peagle.kernels.gpu.noise import gumbel, gumbel_of, uniform, vocab_key
-from peagle.kernels.plain import choose as plain
-from peagle.kernels.plain.choose import Chosen, RowRules
+from peagle.kernels.reference import choose as plain
+from peagle.kernels.reference.choose import Chosen, RowRules
 from peagle.speculation.noise import gumbel_noise, uniform_noise
 from peagle.speculation.sampling import SamplingRows, filter_logits
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.gpu import fp8
-from peagle.kernels.plain import fp8 as plain
-from peagle.kernels.plain.fp8 import FP8, LARGEST, Quantized, Sums
-from peagle.kernels.plain.linear import Norm
+from peagle.kernels.reference import fp8 as plain
+from peagle.kernels.reference.fp8 import FP8, LARGEST, Quantized, Sums
+from peagle.kernels.reference.linear import Norm
 
 # Triton's interpreter does not round to bfloat16, it cuts.
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]

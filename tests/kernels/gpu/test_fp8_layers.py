@@ -8,10 +8,10 @@ from models import tiny
 from tolerance import near
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
-from kernels.gpu.test_layers import SIZES, target_taps
+from kernels.gpu.test_layers import SIZES, aux_hidden_states_of
 from peagle.kernels.gpu import fp8, fp8_layers
 from peagle.kernels.gpu.fp8_product import Form
-from peagle.kernels.plain.fp8 import Quantized
+from peagle.kernels.reference.fp8 import Quantized
 from peagle.models import fused
 from peagle.models.config import DecoderConfig
 from peagle.models.fp8 import quantize_linears
@@ -65,12 +65,12 @@ def test_few_quantised_rows_agree_with_their_modules(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = quantised(CASES[name])
-    expected = target_taps(model)
+    expected = aux_hidden_states_of(model)
     assert not products
     form = Form(16, 64, 32, 4, 2, splits=splits)
     monkeypatch.setattr(fp8, "choose_form", lambda *sizes: form)
     monkeypatch.setattr(fused, "gpu_takes", lambda x: True)
-    ours = target_taps(model.to(device))
+    ours = aux_hidden_states_of(model.to(device))
     assert products == [6] * 8 + [4] * 8  # four products of two layers, in two steps
     assert_near(ours, expected, device)
 
@@ -81,8 +81,8 @@ def test_many_quantised_rows_agree_with_their_modules(
     name: str, device: torch.device, products: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = quantised(CASES[name])
-    expected = target_taps(model)
+    expected = aux_hidden_states_of(model)
     monkeypatch.setattr(fp8, "MAX_FEW_ROWS", 1)
-    ours = target_taps(model.to(device))
+    ours = aux_hidden_states_of(model.to(device))
     assert len(products) == 16
     assert_near(ours, expected, device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.gpu.test_fp8 import BAD
 from peagle.kernels.gpu import fp8
 from peagle.kernels.gpu.fp8_product import Form, few_rows_product
-from peagle.kernels.plain import fp8 as plain
+from peagle.kernels.reference import fp8 as plain
 
 FORMS = {
     "whole": Form(16, 64, 32, 4, 2),

@@ -10,8 +10,8 @@ from tolerance import near, rounding
 from torch import Tensor
 
 from peagle.kernels.gpu import choose as fast
-from peagle.kernels.plain import choose as plain
-from peagle.kernels.plain.choose import Chosen, RowRules
+from peagle.kernels.reference import choose as plain
+from peagle.kernels.reference.choose import Chosen, RowRules
 
 from .test_choose import (
     DEVICE,

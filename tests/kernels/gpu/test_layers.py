@@ -137,15 +137,15 @@ def serve(
     return torch.cat(found)
 
 
-def target_taps(model: TargetModel, **options: Any) -> Tensor:
+def aux_hidden_states_of(model: TargetModel, **options: Any) -> Tensor:
     config = model.config
 
     def forward(rows: RowGroups, attention: RowsAttention) -> Tensor:
         tables = [g.tables.repeat_interleave(g.rows_per_item) for g in rows.groups]
         tokens = (rows.positions * 7 + torch.cat(tables)) % 40
-        taps = model(tokens, rows.positions, attention, TAPS).taps
-        assert taps is not None
-        return taps  # type: ignore[no-any-return]
+        aux_hidden_states = model(tokens, rows.positions, attention, TAPS).aux_hidden_states
+        assert aux_hidden_states is not None
+        return aux_hidden_states  # type: ignore[no-any-return]
 
     layout = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
     return serve(model, layout, forward, **options)
@@ -201,11 +201,11 @@ def test_a_targets_layers_agree_with_their_modules(
     with_kernels: Callable[[], None],
 ) -> None:
     model = small(name)
-    expected = target_taps(model)
+    expected = aux_hidden_states_of(model)
     assert not calls
     with_kernels()
     model.to(device).bind(FORMS[form])
-    ours = target_taps(model)
+    ours = aux_hidden_states_of(model)
     assert calls == [6, 4]
     torch.testing.assert_close(ours, expected, **near(expected, terms=50, depth=3))
 
@@ -215,7 +215,7 @@ def test_splits_of_long_contexts_change_nothing_but_the_order_of_sums(
 ) -> None:
     model = small("llama").to(device)
     with_kernels()
-    split, whole = target_taps(model, num_splits=2), target_taps(model)
+    split, whole = aux_hidden_states_of(model, num_splits=2), aux_hidden_states_of(model)
     torch.testing.assert_close(split, whole, **near(whole, terms=50, depth=3))
     assert len(calls) == 4
 
@@ -250,11 +250,11 @@ def test_prompts_beside_newest_tokens_agree_with_the_modules(
 ) -> None:
     """Two groups of rows in one pass, one sequence in both."""
     model = small(name)
-    expected = target_taps(model, steps=STEPS_WITH_PROMPTS)
+    expected = aux_hidden_states_of(model, steps=STEPS_WITH_PROMPTS)
     assert not calls
     with_kernels()
     model.to(device).bind(FORMS[form])
-    ours = target_taps(model, steps=STEPS_WITH_PROMPTS)
+    ours = aux_hidden_states_of(model, steps=STEPS_WITH_PROMPTS)
     assert calls == [10, 7]
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
@@ -273,8 +273,8 @@ def test_a_drafters_prompts_beside_new_rows_agree_with_the_modules(
 def test_rows_in_two_groups_give_what_one_group_gives() -> None:
     """In the modules: the order of groups is not the order of positions."""
     model = small("llama")
-    apart = target_taps(model, steps=STEPS_WITH_PROMPTS)
-    together = target_taps(model, steps=[[[Part(0, 0, 7), Part(1, 0, 6)]]])
+    apart = aux_hidden_states_of(model, steps=STEPS_WITH_PROMPTS)
+    together = aux_hidden_states_of(model, steps=[[[Part(0, 0, 7), Part(1, 0, 6)]]])
     places = [
         (p.sequence, p.start + n)
         for groups in STEPS_WITH_PROMPTS
@@ -291,8 +291,8 @@ def test_a_sequence_has_the_same_bits_alone_and_beside_others(
 ) -> None:
     model = small("llama").to(device)
     with_kernels()
-    together = target_taps(model, steps=[[[Part(0, 0, 3), Part(1, 0, 2)]]])
-    alone = target_taps(model, steps=[[[Part(1, 0, 2)]]])
+    together = aux_hidden_states_of(model, steps=[[[Part(0, 0, 3), Part(1, 0, 2)]]])
+    alone = aux_hidden_states_of(model, steps=[[[Part(1, 0, 2)]]])
     assert torch.equal(together[3:], alone)
     assert calls == [6, 2]
 
@@ -302,10 +302,10 @@ def test_weights_that_are_replaced_are_seen(
 ) -> None:
     model = small("llama").to(device)
     with_kernels()
-    before = target_taps(model, steps=STEPS[:1])
+    before = aux_hidden_states_of(model, steps=STEPS[:1])
     o_proj = model.layers[1].self_attn.o_proj
     o_proj.weight = nn.Parameter(o_proj.weight * 2, requires_grad=False)
-    assert not torch.equal(before, target_taps(model, steps=STEPS[:1]))
+    assert not torch.equal(before, aux_hidden_states_of(model, steps=STEPS[:1]))
     assert len(calls) == 2
 
 
@@ -315,24 +315,26 @@ def test_weights_that_are_replaced_after_binding_are_not_looked_for(
     model = small("llama").to(device)
     with_kernels()
     model.bind(FAST)
-    before = target_taps(model, steps=STEPS[:1])
+    before = aux_hidden_states_of(model, steps=STEPS[:1])
     o_proj = model.layers[1].self_attn.o_proj
     o_proj.weight = nn.Parameter(o_proj.weight * 2, requires_grad=False)
-    assert torch.equal(before, target_taps(model, steps=STEPS[:1]))
+    assert torch.equal(before, aux_hidden_states_of(model, steps=STEPS[:1]))
     model.bind(FAST)
-    assert not torch.equal(before, target_taps(model, steps=STEPS[:1]))
+    assert not torch.equal(before, aux_hidden_states_of(model, steps=STEPS[:1]))
 
 
 def test_column_major_weights_are_left_to_the_modules(
     device: torch.device, with_kernels: Callable[[], None], calls: list[int]
 ) -> None:
     model = small("llama").to(device)
-    expected = target_taps(model)
+    expected = aux_hidden_states_of(model)
     weight = model.layers[1].mlp.down_proj.weight
     weight.data = weight.data.t().contiguous().t()
     with_kernels()
     calls.clear()
-    torch.testing.assert_close(target_taps(model), expected, **near(expected, terms=50, depth=3))
+    torch.testing.assert_close(
+        aux_hidden_states_of(model), expected, **near(expected, terms=50, depth=3)
+    )
     assert not calls
 
 
@@ -353,10 +355,10 @@ def test_bfloat16_layers_agree_with_float32_modules(
     calls: list[int],
 ) -> None:
     model = small(name).bfloat16().float()  # weights that bfloat16 holds
-    expected = target_taps(model)
+    expected = aux_hidden_states_of(model)
     half = in_bfloat16(model, device)
     half.bind(FORMS[form])
-    ours = target_taps(half)
+    ours = aux_hidden_states_of(half)
     torch.testing.assert_close(ours, expected, rtol=0.05, atol=0.08)
     assert calls == [6, 4]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from peagle.kernels.gpu import linear as gpu
 from peagle.kernels.gpu.norms import norm_pair
-from peagle.kernels.plain import linear as plain
-from peagle.kernels.plain.linear import Norm
+from peagle.kernels.reference import linear as plain
+from peagle.kernels.reference.linear import Norm
 
 HALF_STEP = {torch.float32: rounding(terms=256), torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 

@@ -26,8 +26,8 @@ from peagle.kernels.gpu.linear import fused_linear
 from peagle.kernels.gpu.qkv import fits_one_kernel, qkv_to_cache
 from peagle.kernels.gpu.rotary import rotate_and_write
 from peagle.kernels.layer import LayerTensors, Projection
-from peagle.kernels.plain import qkv as plain
-from peagle.kernels.plain.linear import Norm
+from peagle.kernels.reference import qkv as plain
+from peagle.kernels.reference.linear import Norm
 from peagle.kernels.rows import PagedRows, RowGroups
 
 SMALL = Heads(3, 1, 32)

@@ -17,7 +17,7 @@ from torch import Tensor
 from peagle.kernels.gpu.rejection import rejection_coins as coins_fast
 from peagle.kernels.gpu.rejection import verify_in_chunks
 from peagle.kernels.gpu.rejection import verify_rejection as verify_fast
-from peagle.kernels.plain.rejection import Verdict, rejection_coins, verify_rejection
+from peagle.kernels.reference.rejection import Verdict, rejection_coins, verify_rejection
 from peagle.speculation.noise import stream_uniform
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

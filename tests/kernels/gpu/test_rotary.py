@@ -24,7 +24,7 @@ from kernels.gpu.paged_cases import (
     make_rows,
 )
 from peagle.kernels.gpu.attention import rotate_and_write
-from peagle.kernels.plain import attention as plain
+from peagle.kernels.reference import attention as plain
 from peagle.kernels.rows import PagedRows
 from peagle.models.layers import RMSNorm, rotate
 

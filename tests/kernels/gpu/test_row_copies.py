@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.kernels.plain import row_copies as plain
+from peagle.kernels.reference import row_copies as plain
 
 from .batch_cases import DEVICE, EXAMPLES
 

@@ -1,6 +1,6 @@
 """The bookkeeping of a step on the device, one small kernel each.
 
-The reference is kernels/plain/batch.py. As torch operations this is about sixty launches of a
+The reference is kernels/reference/batch.py. As torch operations this is about sixty launches of a
 microsecond's work each. One program per slot: a slot's numbers fit in registers.
 
 Shapes: B slots of the step, Q rows per slot, K draft tokens.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from peagle.kernels.device_batch import Committed, DeviceBatch, RowPlan, StepCounts
 from peagle.kernels.gpu.overlap import overlapping, wait
-from peagle.kernels.plain.batch import HEADER
+from peagle.kernels.reference.batch import HEADER
 
 
 @triton.jit

@@ -18,12 +18,12 @@ from torch import Tensor
 from peagle.kernels.gpu.choose import Chunks, merge
 from peagle.kernels.gpu.linear import Tile, output_tile
 from peagle.kernels.gpu.overlap import overlapping, wait
-from peagle.kernels.plain.choose import Chosen
 from peagle.kernels.policy import HALF
+from peagle.kernels.reference.choose import Chosen
 
 
 def best_tokens(hidden: Tensor, weight: Tensor, ids: Tensor | None) -> Chosen:
-    """As kernels/plain/best_token.py."""
+    """As kernels/reference/best_token.py."""
     return best_tokens_in_tiles(hidden, weight, ids, output_tile(hidden.shape[0]))
 
 

@@ -1,8 +1,8 @@
 """One token per row of logits, greedy or sampled, with static shapes and no look at the host.
 
 Greedy alone: 2 kernels. Sampling adds one, filters another, laws two. A row's token depends on
-nothing but its own logits and rules. Against kernels/plain/choose.py, gumbels and laws differ by a
-few last bits, and borders of a nucleus as kernels/gpu/borders.py says.
+nothing but its own logits and rules. Against kernels/reference/choose.py, gumbels and laws differ
+by a few last bits, and borders of a nucleus as kernels/gpu/borders.py says.
 
 Shapes: R rows, V columns of logits, C chunks of a row.
 """
@@ -20,7 +20,7 @@ from peagle.kernels.gpu.borders import borders_kernel
 from peagle.kernels.gpu.laws import laws_kernel, masses_kernel
 from peagle.kernels.gpu.overlap import overlapping
 from peagle.kernels.gpu.scores import scores_kernel
-from peagle.kernels.plain.choose import Chosen, Laws, RowRules
+from peagle.kernels.reference.choose import Chosen, Laws, RowRules
 
 # Few rows are cut finely, to occupy the whole device; no result depends on it.
 _FINE_CHUNK, _COARSE_CHUNK, _ENOUGH_PROGRAMS = 1024, 2048, 2048
@@ -54,7 +54,7 @@ def choose_tokens(
     *,
     filters: bool = True,
 ) -> Chosen:
-    """As kernels/plain/choose.py. `filters` False leaves the search for borders out."""
+    """As kernels/reference/choose.py. `filters` False leaves the search for borders out."""
     return choose_in_chunks(logits, rules, ids, filters, _chunk_size(logits), _BORDER_BLOCK)
 
 
@@ -79,7 +79,7 @@ def choose_in_chunks(
 def choose_with_laws(
     logits: Tensor, rules: RowRules, ids: Tensor | None, laws: Tensor, *, filters: bool = True
 ) -> Chosen:
-    """As kernels/plain/choose.py."""
+    """As kernels/reference/choose.py."""
     rules = _dense(rules)
     chunks = _find_peaks(logits, _chunk_size(logits))
     borders = _find_borders(logits, rules, chunks, _BORDER_BLOCK) if filters else None
@@ -89,7 +89,7 @@ def choose_with_laws(
 
 
 def token_laws(logits: Tensor, rules: RowRules, *, filters: bool = True) -> Laws:
-    """As kernels/plain/choose.py."""
+    """As kernels/reference/choose.py."""
     rules = _dense(rules)
     chunks = _find_peaks(logits, _chunk_size(logits))
     borders = _find_borders(logits, rules, chunks, _BORDER_BLOCK) if filters else None

@@ -1,6 +1,6 @@
 """Products with 8-bit weights on a GPU: of few rows by our own kernel, of many by torch's.
 
-Shapes: N rows, I inputs, O outputs, S parts. The twin is kernels/plain/fp8.py.
+Shapes: N rows, I inputs, O outputs, S parts. The twin is kernels/reference/fp8.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from peagle.kernels.gpu.fp8_product import Form, few_rows_product
 from peagle.kernels.gpu.fp8_rows import finish, quantize_gated, quantize_normed, quantize_rows
-from peagle.kernels.plain.fp8 import Quantized, Sums
+from peagle.kernels.reference.fp8 import Quantized, Sums
 
 __all__ = [
     "MAX_FEW_ROWS",

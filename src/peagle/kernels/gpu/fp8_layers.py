@@ -16,8 +16,8 @@ from peagle.kernels.gpu.fp8 import (
     quantize_rows,
 )
 from peagle.kernels.layer import LayerTensors, Projection
-from peagle.kernels.plain.fp8 import Quantized, Sums
-from peagle.kernels.plain.linear import Norm
+from peagle.kernels.reference.fp8 import Quantized, Sums
+from peagle.kernels.reference.linear import Norm
 
 
 def run_quantized(

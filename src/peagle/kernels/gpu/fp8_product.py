@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.gpu.overlap import gdc_launch_dependents, gdc_wait, overlapping
-from peagle.kernels.plain.fp8 import FP8, Quantized, Sums
+from peagle.kernels.reference.fp8 import FP8, Quantized, Sums
 
 
 class Form(NamedTuple):

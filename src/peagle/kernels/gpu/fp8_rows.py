@@ -1,5 +1,5 @@
 """What stands between two products with 8-bit weights, in one launch each: the end of the one, a
-norm or a gate, and the rows as 8-bit floats for the next. Twins: kernels/plain/fp8.py.
+norm or a gate, and the rows as 8-bit floats for the next. Twins: kernels/reference/fp8.py.
 
 A program has a whole row in its registers: it is read once, though its largest number decides how
 it is written. Shapes: N rows, I inputs, O outputs, S parts.
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from peagle.kernels.gpu.fp8_row_kernels import finish_row, quantize_gated_row, quantize_normed_row
 from peagle.kernels.gpu.overlap import overlapping
-from peagle.kernels.plain.fp8 import FP8, LARGEST, SMALLEST_SCALE, Quantized, Sums
-from peagle.kernels.plain.linear import Norm
+from peagle.kernels.reference.fp8 import FP8, LARGEST, SMALLEST_SCALE, Quantized, Sums
+from peagle.kernels.reference.linear import Norm
 
 FINISH_COLUMNS = 1024  # of a program that only adds
 

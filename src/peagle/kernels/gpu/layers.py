@@ -19,8 +19,8 @@ from peagle.kernels.gpu.linear import fused_linear
 from peagle.kernels.gpu.norms import add_rms_norm, rms_norm, silu_mul
 from peagle.kernels.gpu.qkv import fits_one_kernel, qkv_to_cache
 from peagle.kernels.layer import LayerTensors, Projection
-from peagle.kernels.plain.linear import Norm
 from peagle.kernels.policy import FAST, Policy
+from peagle.kernels.reference.linear import Norm
 from peagle.kernels.rows import RowGroups
 
 

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from peagle.kernels.gpu.norms import add_rms_norm, norm_scale, rms_norm, silu_mul, weigh_rows
 from peagle.kernels.gpu.overlap import fetch_rows, overlapping, wait
-from peagle.kernels.plain.linear import Norm
 from peagle.kernels.policy import FAST, MAX_SMALL_WEIGHT, Policy
+from peagle.kernels.reference.linear import Norm
 
 __all__ = [
     "Norm",

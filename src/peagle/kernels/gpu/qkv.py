@@ -19,8 +19,8 @@ from peagle.kernels.gpu.norms import norm_scale
 from peagle.kernels.gpu.overlap import fetch_rows, overlapping, wait
 from peagle.kernels.gpu.rotary import rotate
 from peagle.kernels.layer import LayerTensors
-from peagle.kernels.plain.linear import Norm
 from peagle.kernels.policy import FAST, Policy
+from peagle.kernels.reference.linear import Norm
 from peagle.kernels.rows import PagedRows, RowGroups
 
 

@@ -18,13 +18,13 @@ from peagle.kernels.gpu.rejection_kernels import (
     draw_kernel,
     sums_kernel,
 )
-from peagle.kernels.plain.rejection import Coins, Verdict
+from peagle.kernels.reference.rejection import Coins, Verdict
 
 _CHUNK = 1024  # sums depend on it: the same for any number of requests
 
 
 def rejection_coins(seeds: Tensor, outputs: Tensor, depth: int) -> Coins:
-    """As kernels/plain/rejection.py, bit for bit, in one kernel."""
+    """As kernels/reference/rejection.py, bit for bit, in one kernel."""
     batch = seeds.shape[0]
     accept = torch.empty(batch, depth, dtype=torch.float64, device=seeds.device)
     residual = torch.empty(batch, depth + 1, dtype=torch.float64, device=seeds.device)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from peagle.kernels.gpu.noise import ACCEPT_OFFSET, RESIDUAL_OFFSET, stream_uniform
-from peagle.kernels.plain.rejection import PADDING
+from peagle.kernels.reference.rejection import PADDING
 
 _NOWHERE = tl.constexpr(2**31 - 1)
 _PADDING = tl.constexpr(PADDING)

@@ -1,6 +1,6 @@
 """The best token of each row straight from its hidden state: the definition, by way of logits.
 
-Shapes: R rows, H hidden, V columns of logits; `ids` as in kernels/plain/choose.py.
+Shapes: R rows, H hidden, V columns of logits; `ids` as in kernels/reference/choose.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.kernels.plain.choose import Chosen, choose_tokens
+from peagle.kernels.reference.choose import Chosen, choose_tokens
 
 
 def best_tokens(hidden: Tensor, weight: Tensor, ids: Tensor | None) -> Chosen:

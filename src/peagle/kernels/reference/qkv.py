@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from peagle.kernels.plain.attention import rotate_and_write
-from peagle.kernels.plain.linear import Norm, fused_linear
+from peagle.kernels.reference.attention import rotate_and_write
+from peagle.kernels.reference.linear import Norm, fused_linear
 from peagle.kernels.rows import PagedRows, RowGroups
 
 
