@@ -166,7 +166,7 @@ def test_vllm_is_told_to_draft_as_far_as_the_target_goes(
         (
             {"aux_hidden_state_layer_ids": (1, 2)},
             "vllm",
-            "3 aux_hidden_states, this one reads [1, 2]",
+            "3 aux hidden states, this one reads [1, 2]",
         ),
         ({"aux_hidden_state_layer_ids": (1, 2, 2)}, "vllm", "in the order of the layers"),
         ({"aux_hidden_state_layer_ids": (2, 1, 3)}, "vllm", "in the order of the layers"),
