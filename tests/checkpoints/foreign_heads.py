@@ -12,7 +12,7 @@ from models import tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from peagle.checkpoints.heads import load_head, save_head
+from peagle.checkpoints.heads.loading import load_head, save_head
 from peagle.checkpoints.targets import load_target
 from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel

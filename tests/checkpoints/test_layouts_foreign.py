@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from tolerance import near
 from torch import Tensor
 
-from peagle.checkpoints.heads import read_head_config, resolve_head
+from peagle.checkpoints.heads.config import read_head_config
+from peagle.checkpoints.heads.references import resolve_head
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.models.p_eagle import PEagleDrafter
 from peagle.models.target import TargetModel

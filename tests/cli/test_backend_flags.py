@@ -6,8 +6,8 @@ from dataclasses import fields
 
 import pytest
 
-from peagle.backends import vllm_backend
-from peagle.backends.vllm_options import VllmOptions
+from peagle.backends.vllm import backend
+from peagle.backends.vllm.options import VllmOptions
 from peagle.cli.backend_flags import BackendFlags
 from peagle.config import EngineConfig, SpeculativeConfig
 
@@ -29,7 +29,7 @@ def vllm(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> list[VllmOptions]:
         shell.engines.append(FakeLLM(model, engine, drafter))
         return shell.engines[-1]
 
-    monkeypatch.setattr(vllm_backend, "VllmBackend", build)
+    monkeypatch.setattr(backend, "VllmBackend", build)
     return started
 
 
@@ -93,7 +93,7 @@ def test_prepare_takes_an_endpoint_or_a_backend(shell: Shell) -> None:
 def test_without_vllm_one_line_says_how_to_get_it(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_backend, "check_installed", _missing)
+    monkeypatch.setattr(backend, "check_installed", _missing)
     assert shell("generate", "smollm2-135m", "Hi", "--backend", "vllm") == 2
     assert shell.err.splitlines() == ["error: vLLM is not installed", "hint: pip install it"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.checkpoints.heads import load_head
+from peagle.checkpoints.heads.loading import load_head
 from peagle.config import EngineConfig, Verification
 from peagle.data.dataset import Dataset, DatasetWriter, Row
 from peagle.engine.engine import Engine, Speculation

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from backends.fake_vllm import free_port, is_running
 
-from peagle.backends.released import released_models
-from peagle.backends.vllm_command import VllmCommand, build_command
-from peagle.backends.vllm_options import VllmOptions
+from peagle.backends.vllm.arguments import VllmCommand, build_command
+from peagle.backends.vllm.options import VllmOptions
+from peagle.backends.vllm.released import released_models
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

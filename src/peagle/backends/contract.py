@@ -1,5 +1,5 @@
 """What `generate`, `prepare` and `bench` see of an engine. Two implementations:
-`peagle.LLM`, the embedded engine, satisfies it as it is; `vllm_backend.VllmBackend` is vLLM."""
+`peagle.LLM`, the embedded engine, satisfies it as it is; `vllm.backend.VllmBackend` is vLLM."""
 
 from __future__ import annotations
 

@@ -9,11 +9,13 @@ from contextlib import suppress
 from dataclasses import replace
 
 from peagle.backends.contract import Backend
-from peagle.backends.vllm_options import VllmOptions
+from peagle.backends.vllm.options import VllmOptions
 from peagle.bench.grid import Drafting, HeadLimits
 from peagle.bench.plan import ENGINE_KEYS, OUR_KEYS, VLLM, VLLM_KEYS, BenchPlan
 from peagle.bench.results import HeadInfo
-from peagle.checkpoints.heads import CONFIG, read_head_config, resolve_head
+from peagle.checkpoints.heads.config import read_head_config
+from peagle.checkpoints.heads.layouts import CONFIG
+from peagle.checkpoints.heads.references import resolve_head
 from peagle.checkpoints.references import load_config, resolve_model
 from peagle.config import MAX_SPECULATIVE_TOKENS, EngineConfig, SpeculativeConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import re
 
-from peagle.backends.vllm_stats import PREFIX
+from peagle.backends.vllm.stats import PREFIX
 from peagle.bench.endpoint import Endpoint, RefusedError
 from peagle.speculation.statistics import SpecDecodeStats
 

@@ -70,11 +70,11 @@ def load_config(folder: Path) -> PretrainedConfig:
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a model folder, with its chat template; never runs code from it.
 
-    A PlainTokenizer or transformers' own: both give the same ids and texts.
+    A RustTokenizer or transformers' own: both give the same ids and texts.
     """
-    from peagle.checkpoints.plain_tokenizer import read_plain_tokenizer
+    from peagle.checkpoints.rust_tokenizer import read_rust_tokenizer
 
-    plain = read_plain_tokenizer(folder)
+    plain = read_rust_tokenizer(folder)
     if plain is not None:
         return plain
     from transformers import AutoTokenizer

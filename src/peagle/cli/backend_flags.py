@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from peagle.backends import BackendName
-from peagle.backends.vllm_options import VllmOptions
+from peagle.backends.vllm.options import VllmOptions
 from peagle.cli.options import EngineFlags
 from peagle.errors import ConfigError
 

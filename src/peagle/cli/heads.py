@@ -29,7 +29,7 @@ def heads(as_json: Json = False) -> None:
 
 
 def _released() -> list[tuple[str, str, int]]:
-    from peagle.backends.released import released_models
+    from peagle.backends.vllm.released import released_models
 
     return [
         (m.name, m.head if m.confirmed else f"{m.head} (not confirmed)", m.num_speculative_tokens)

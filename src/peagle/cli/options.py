@@ -18,8 +18,8 @@ from peagle.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from peagle.backends.contract import Backend
-    from peagle.backends.vllm_options import VllmOptions
-    from peagle.checkpoints.heads import HeadInfo
+    from peagle.backends.vllm.options import VllmOptions
+    from peagle.checkpoints.heads.references import HeadInfo
     from peagle.engine.llm import LLM
 
 # The command line differs from SamplingParams in two defaults: an answer is whole rather than
@@ -205,14 +205,14 @@ def build_backend(
     """The embedded engine, or vLLM where its options are given."""
     if vllm is None:
         return build_llm(model, engine, drafter)
-    from peagle.backends.vllm_backend import VllmBackend
+    from peagle.backends.vllm.backend import VllmBackend
 
     return VllmBackend(model, engine, drafter, vllm)
 
 
 def shipped_heads() -> list[HeadInfo]:
     """The heads that come with the package; the other seam for tests."""
-    from peagle.checkpoints.heads import list_heads
+    from peagle.checkpoints.heads.references import list_heads
 
     return list_heads()
 

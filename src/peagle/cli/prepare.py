@@ -19,7 +19,7 @@ from peagle.cli.options import DrafterFlags, EngineFlags, Json
 from peagle.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from peagle.backends.vllm_options import VllmOptions
+    from peagle.backends.vllm.options import VllmOptions
     from peagle.train.answers import AnswerSource
     from peagle.train.making import Making
     from peagle.train.prepare import Progress
@@ -157,7 +157,7 @@ def _embedded(
 def _vllm(
     model: str, engine: EngineFlags, drafter: DrafterFlags, making: Making, options: VllmOptions
 ) -> AnswerSource:
-    from peagle.backends.vllm_backend import VllmBackend
+    from peagle.backends.vllm.backend import VllmBackend
     from peagle.train.answers import VllmAnswers
 
     backend = VllmBackend(model, engine.config("vllm"), drafter.config(), options)

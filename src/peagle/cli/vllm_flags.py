@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from peagle.backends.vllm_options import VllmOptions
+from peagle.backends.vllm.options import VllmOptions
 
 
 def _vllm(help_text: str, *names: str) -> Any:

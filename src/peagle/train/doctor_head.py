@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from peagle.checkpoints.heads import read_head_config, resolve_head
+from peagle.checkpoints.heads.config import read_head_config
+from peagle.checkpoints.heads.references import resolve_head
 from peagle.checkpoints.references import load_config, resolve_model
 from peagle.config import EngineConfig
 from peagle.data.dataset import Dataset

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from peagle.checkpoints.heads import save_head
+from peagle.checkpoints.heads.loading import save_head
 from peagle.errors import TrainingError
 from peagle.files import write_json
 from peagle.provenance import provenance

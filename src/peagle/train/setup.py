@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from peagle.checkpoints.layerless import load_layerless
 from peagle.checkpoints.references import resolve_model
-from peagle.checkpoints.targets import load_target
+from peagle.checkpoints.targets import load_layerless, load_target
 from peagle.data.dataset import Dataset
 from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel

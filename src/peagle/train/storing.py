@@ -8,8 +8,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from peagle.checkpoints.layerless import decoder_sizes, load_layerless
 from peagle.checkpoints.references import load_config, resolve_model
+from peagle.checkpoints.targets import decoder_sizes, load_layerless
 from peagle.config import EngineConfig
 from peagle.data.dataset import Dataset
 from peagle.engine.loading import choose_device, choose_dtype, load_engine_target

@@ -13,8 +13,8 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from peagle.backends.vllm_log import last_words
-from peagle.backends.vllm_server import is_healthy
+from peagle.backends.vllm.log import last_words
+from peagle.backends.vllm.server import is_healthy
 from peagle.errors import ModelError
 from peagle.train import keeper
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from peagle.backends.vllm_install import find_vllm
+from peagle.backends.vllm.install import find_vllm
 from peagle.checkpoints.references import resolve_model
 from peagle.errors import BackendError, ConfigError, DataError
 from peagle.models.config import DecoderConfig
