@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.backends.vllm.options import VllmOptions
-from peagle.cli.demo_prompts import PROMPTS
+from peagle.cli.demo import PROMPTS
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.files import write_atomic
 from peagle.provenance import provenance

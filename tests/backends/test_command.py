@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -181,10 +180,11 @@ def test_eager_mode_asks_for_no_graphs() -> None:
 
 
 def test_every_option_is_a_flag_of_its_name() -> None:
-    for field in fields(VllmOptions):
-        value: Any = True if "bool" in str(field.type) else "fp8" if "str" in str(field.type) else 1
-        command = _build(**{field.name: value})
-        flag = f"--{field.name.replace('_', '-')}"
+    values: dict[Any, Any] = {bool | None: True, str | None: "fp8"}
+    for name, kind in get_type_hints(VllmOptions).items():
+        value = values.get(kind, 1)
+        command = _build(**{name: value})
+        flag = f"--{name.replace('_', '-')}"
         assert command.arguments == ((flag,) if value is True else (flag, str(value)))
 
 

@@ -10,7 +10,7 @@ from peagle.bench.cells import Run
 from peagle.bench.grid import Turn
 from peagle.bench.plan_reading import make_plan
 from peagle.bench.results import Results
-from peagle.cli.options import build_backend
+from peagle.cli.engines import build_backend
 
 
 class Watcher:

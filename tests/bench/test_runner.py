@@ -17,7 +17,7 @@ import pytest
 from peagle.bench.results import Results
 from peagle.bench.results_file import load_results
 from peagle.bench.store import Store
-from peagle.cli.options import build_backend
+from peagle.cli.engines import build_backend
 from peagle.errors import BackendError, ConfigError, HeadError, RequestError
 
 from .grids import Watcher, run_grid

@@ -8,7 +8,7 @@ import pytest
 
 from peagle.backends.vllm import backend
 from peagle.backends.vllm.options import VllmOptions
-from peagle.cli.backend_flags import BackendFlags
+from peagle.cli.flags.vllm import BackendFlags
 from peagle.config import EngineConfig, SpeculativeConfig
 
 from .fakes import FakeLLM, Shell
@@ -34,7 +34,7 @@ def vllm(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> list[VllmOptions]:
 
 
 def test_flags_are_named_as_vllms_options() -> None:
-    flags = {field.name for field in fields(BackendFlags)} - {"backend"}
+    flags = {flag.name for flag in BackendFlags.parameters()} - {"backend"}
     assert flags <= {field.name for field in fields(VllmOptions)}
 
 

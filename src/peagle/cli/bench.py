@@ -9,10 +9,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from peagle.cli import bench_table, options, render
+from peagle.cli import bench_table, engines, render
 from peagle.cli.bench_flags import BenchFlags
-from peagle.cli.flags import expand_flags
-from peagle.cli.options import Json
+from peagle.cli.flags import Json, expand_flags
 
 RUN = "run"
 
@@ -62,7 +61,7 @@ def run(
 
     with TerminalProgress() as progress:
         try:
-            results = bench(plan, options.build_backend, progress, progress.note)
+            results = bench(plan, engines.build_backend, progress, progress.note)
         except KeyboardInterrupt:
             progress.note(
                 f"interrupted: {plan.path} keeps what was measured; run it again to go on"

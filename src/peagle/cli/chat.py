@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from peagle.cli import options, render
-from peagle.cli.answering import with_system
-from peagle.cli.flags import expand_flags
-from peagle.cli.options import DrafterFlags, EngineFlags, Model, SamplingFlags, System
-from peagle.cli.prompt_files import Message
+from peagle.cli import engines, render
+from peagle.cli.flags import Model, System, expand_flags
+from peagle.cli.flags.drafter import DrafterFlags
+from peagle.cli.flags.engine import EngineFlags
+from peagle.cli.flags.sampling import SamplingFlags
+from peagle.cli.prompt_files import Message, with_system
 from peagle.errors import ConfigError, RequestError
 from peagle.sampling_params import SamplingParams
 
@@ -35,7 +36,7 @@ def chat(
 ) -> None:
     """Talk to a model; lines come from the terminal or a pipe."""
     params = sampling.params()
-    llm = options.build_llm(model, engine.config(), drafter.config())
+    llm = engines.build_llm(model, engine.config(), drafter.config())
     if not llm.get_tokenizer().chat_template:
         raise ConfigError(
             f"{model} has no chat template", hint="use peagle generate MODEL PROMPT --raw"

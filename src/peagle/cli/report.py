@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from peagle.cli import render
-from peagle.cli.options import Json
+from peagle.cli.flags import Json
 from peagle.cli.tune import ResultsPath
 from peagle.errors import ConfigError
 

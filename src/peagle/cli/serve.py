@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from peagle.cli import render
-from peagle.cli.flags import expand_flags
-from peagle.cli.options import DrafterFlags, parse_json_object
-from peagle.cli.vllm_flags import VllmFlags
+from peagle.cli.flags import expand_flags, parse_json_object
+from peagle.cli.flags.drafter import DrafterFlags
+from peagle.cli.flags.vllm import OPTIONS, VllmFlags
 from peagle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _checked_words(words: Sequence[str]) -> Sequence[str]:
             f"unexpected argument {words[0]!r}", hint="vLLM's own flags follow after `--`"
         )
     ours = {"--host", "--port", "--speculative-config", "--model", *VLLMS_OTHER_NAMES}
-    ours |= {f"--{name.replace('_', '-')}" for name in VllmFlags.__dataclass_fields__}
+    ours |= {f"--{name.replace('_', '-')}" for name in OPTIONS}
     for word in words:
         name = word.split("=")[0].split(".")[0].replace("_", "-").replace("--no-", "--")
         if name in ours:

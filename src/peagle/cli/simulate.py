@@ -21,8 +21,7 @@ from peagle.cli.cost_flags import (
     step_costs,
     usual_concurrencies,
 )
-from peagle.cli.flags import expand_flags
-from peagle.cli.options import Json
+from peagle.cli.flags import Json, expand_flags
 from peagle.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from peagle.bench.costs import Cost, cost_of, peagle_config, vllm_config
 from peagle.bench.results_file import load_results
 from peagle.bench.tune import Tuning, tune
 from peagle.cli import render
-from peagle.cli.options import Json
+from peagle.cli.flags import Json
 from peagle.cli.tune_table import print_tuning
 from peagle.errors import ConfigError
 

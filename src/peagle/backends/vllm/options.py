@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
+from peagle.config import Doc
 from peagle.errors import ConfigError
 
 SIZES = (
@@ -23,25 +24,29 @@ SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class VllmOptions:
-    """None leaves the choice to vLLM."""
+    """None leaves the choice to vLLM. Fields without a Doc mean what they mean in EngineConfig."""
 
-    tensor_parallel_size: int | None = None
-    pipeline_parallel_size: int | None = None
-    data_parallel_size: int | None = None
+    tensor_parallel_size: Annotated[int | None, Doc("GPUs that share each layer.")] = None
+    pipeline_parallel_size: Annotated[int | None, Doc("Groups of layers.")] = None
+    data_parallel_size: Annotated[
+        int | None, Doc("Copies of the model; several with peagle serve alone.")
+    ] = None
     dtype: str | None = None
-    quantization: str | None = None
+    quantization: Annotated[str | None, Doc("fp8, awq, gptq ...")] = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float | None = None
     kv_cache_memory_bytes: int | None = None
-    kv_cache_dtype: str | None = None
+    kv_cache_dtype: Annotated[str | None, Doc("auto, fp8 ...")] = None
     block_size: int | None = None
-    enable_prefix_caching: bool | None = None
-    enforce_eager: bool | None = None
-    max_cudagraph_capture_size: int | None = None  # None: what a P-EAGLE step needs
-    async_scheduling: bool | None = None
-    stream_interval: int | None = None
+    enable_prefix_caching: Annotated[bool | None, Doc("Keep the cache of shared prompts.")] = None
+    enforce_eager: Annotated[bool | None, Doc("Run without CUDA graphs.")] = None
+    max_cudagraph_capture_size: Annotated[
+        int | None, Doc("Rows of the largest graph; P-EAGLE: 2 K times --max-num-seqs.")
+    ] = None  # None: what a P-EAGLE step needs
+    async_scheduling: Annotated[bool | None, Doc("Schedule while the GPU computes.")] = None
+    stream_interval: Annotated[int | None, Doc("Tokens per streamed chunk.")] = None
     seed: int | None = None
 
     def __post_init__(self) -> None:

@@ -3,20 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import get_type_hints
 
 import pytest
 
-from peagle.cli.options import EngineFlags, SamplingFlags
+from peagle.backends.vllm.options import VllmOptions
+from peagle.cli.flags import ConfigFlags, doc_of
+from peagle.cli.flags.engine import EngineFlags
+from peagle.cli.flags.sampling import SamplingFlags
+from peagle.cli.flags.vllm import VllmFlags
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.sampling_params import SamplingParams
 
 from .fakes import Shell
 
+GROUPS = {EngineFlags: EngineConfig, SamplingFlags: SamplingParams, VllmFlags: VllmOptions}
 
-def test_flags_are_named_as_the_fields_they_set() -> None:
-    engine, sampling = ({f.name for f in fields(c)} for c in (EngineConfig, SamplingParams))
-    assert {f.name for f in fields(EngineFlags)} <= engine
-    assert {f.name for f in fields(SamplingFlags)} <= sampling
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_flags_have_the_names_and_the_help_of_the_fields_they_set(group: type[ConfigFlags]) -> None:
+    config = GROUPS[group]
+    for flag in group.parameters():
+        assert flag.name in {field.name for field in fields(config)}
+        doc = doc_of(config, flag.name) or doc_of(EngineConfig, flag.name)
+        assert doc is not None
+        assert flag.annotation.__metadata__[0].help.startswith(doc.text)
+
+
+def test_every_option_of_an_engine_is_a_flag() -> None:
+    names = {flag.name for flag in EngineFlags.parameters()}
+    assert names == {field.name for field in fields(EngineConfig)} - {"seed"}
+    assert {flag.name for flag in VllmFlags.parameters()} == {f.name for f in fields(VllmOptions)}
+
+
+def test_options_that_both_engines_have_are_of_one_type() -> None:
+    """VllmOptions declares them once more, because None is vLLM's default; quantization is
+    wider there."""
+    ours, vllms = get_type_hints(EngineConfig), get_type_hints(VllmOptions)
+    for name in (ours.keys() & vllms.keys()) - {"quantization"}:
+        assert ours[name] | None == vllms[name], name
+
+
+def test_a_default_stands_in_the_help_of_its_flag() -> None:
+    flags = {flag.name: flag.annotation.__metadata__[0].help for flag in EngineFlags.parameters()}
+    assert str(EngineConfig.max_num_seqs) in flags["max_num_seqs"]
+    assert str(EngineConfig.gpu_memory_utilization) in flags["gpu_memory_utilization"]
+    assert "the model's" in flags["max_model_len"]
 
 
 def test_sampling_flags_reach_the_engine(shell: Shell) -> None:

@@ -7,17 +7,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peagle.cli.options import TEMPERATURE, Model, System
+from peagle.cli.flags import System, doc_of
+from peagle.cli.flags.sampling import TEMPERATURE
 from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from peagle.train.making import Making
 
-__all__ = ["AnswerFlags", "Limit", "Model", "Split"]
-
 Limit = Annotated[int | None, typer.Option(help="Only the first N prompts.", metavar="N")]
 Split = Annotated[str, typer.Option(help="Split of a Hugging Face dataset.")]
+
+
+def _help(name: str) -> str:
+    doc = doc_of(SamplingParams, name)
+    assert doc is not None
+    return doc.text
 
 
 def _answers(help_text: str, *names: str) -> Any:
@@ -29,8 +34,8 @@ class AnswerFlags:
     """How answers are sampled. What these cannot say would not be the target's own law."""
 
     temperature: Annotated[float | None, _answers("0, the default, is greedy.")] = None
-    top_p: Annotated[float, _answers("Keep the best tokens that sum to it.")] = SamplingParams.top_p
-    top_k: Annotated[int, _answers("Keep that many of the best; 0: all.")] = SamplingParams.top_k
+    top_p: Annotated[float, _answers(_help("top_p"))] = SamplingParams.top_p
+    top_k: Annotated[int, _answers(_help("top_k"))] = SamplingParams.top_k
     seed: Annotated[int, _answers("Same seed, same answers.")] = 0
     system: System = None
     raw: Annotated[bool, _answers("Do not apply the chat template.", "--raw")] = False
