@@ -68,4 +68,4 @@ def test_the_module_is_the_command() -> None:
         [sys.executable, "-m", "peagle", "generte"], capture_output=True, text=True
     )
     assert failed.returncode == 2
-    assert "did you mean generate?" in failed.stderr
+    assert "Did you mean 'generate'?" in failed.stderr
