@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import sys
 from importlib import metadata
 from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from peagle.backends.vllm import install
-from peagle.backends.vllm.engine import Printed, set_environment
+from peagle.backends.vllm.engine import Printed, keywords_for_platform, set_environment
 from peagle.backends.vllm.install import check_installed
 from peagle.errors import BackendError
 
@@ -99,3 +101,24 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ
     set_environment(1)
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+@pytest.mark.parametrize("asked", [{}, {"dtype": "auto"}], ids=["not given", "auto"])
+@pytest.mark.parametrize(("on_cpu", "dtype"), [(True, "float32"), (False, None)])
+def test_auto_is_float32_on_a_cpu_as_in_the_embedded_engine(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, str], on_cpu: bool, dtype: str | None
+) -> None:
+    _run_on(monkeypatch, is_cpu=on_cpu)
+    assert keywords_for_platform(asked).get("dtype") == (dtype or asked.get("dtype"))
+
+
+def test_a_dtype_that_was_asked_for_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    _run_on(monkeypatch, is_cpu=True)
+    assert keywords_for_platform({"dtype": "bfloat16"}) == {"dtype": "bfloat16"}
+
+
+def _run_on(monkeypatch: pytest.MonkeyPatch, *, is_cpu: bool) -> None:
+    platforms = ModuleType("vllm.platforms")
+    platforms.current_platform = SimpleNamespace(is_cpu=lambda: is_cpu)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)

@@ -27,7 +27,7 @@ def start_engine(keywords: Mapping[str, Any], *, world_size: int) -> Any:
         with printed.captured():
             from vllm import EngineArgs, LLMEngine
 
-            return LLMEngine.from_engine_args(EngineArgs(**_for_platform(keywords)))
+            return LLMEngine.from_engine_args(EngineArgs(**keywords_for_platform(keywords)))
     except (Exception, SystemExit) as error:
         end_children()
         text = printed.text()
@@ -93,11 +93,11 @@ def set_environment(world_size: int) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
-def _for_platform(keywords: Mapping[str, Any]) -> dict[str, Any]:
+def keywords_for_platform(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """`auto` on a CPU is float32, as in the embedded engine; vLLM would cast down to bfloat16."""
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() and keywords.get("dtype") == "auto":
+    if current_platform.is_cpu() and keywords.get("dtype", "auto") == "auto":
         return {**keywords, "dtype": "float32"}
     return dict(keywords)
 
