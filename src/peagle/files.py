@@ -46,7 +46,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
     remove_leftovers(path)
     temporary = _temporary_sibling(path)
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-    try_lock(descriptor)  # held while we live: tells others that this is no leftover
+    try_lock(descriptor)  # held while we live: tells others that this is not a leftover
     try:
         yield temporary
         os.fsync(descriptor)

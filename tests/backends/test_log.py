@@ -43,7 +43,7 @@ COLOURED = "\x1b[0;36m(EngineCore pid=2)\x1b[0;0m ValueError: no memory\n"
         (COLOURED, "ValueError: no memory"),
         ("Segmentation fault\n\n  \n", "Segmentation fault"),
         ("NotImplementedError\n", "NotImplementedError"),
-        ("", "it said nothing"),
+        ("", "its log is empty"),
     ],
 )
 def test_the_root_error_is_found(log: str, words: str) -> None:

@@ -74,14 +74,14 @@ def load_tokenizer(folder: Path) -> Any:
     """
     from peagle.checkpoints.rust_tokenizer import read_rust_tokenizer
 
-    plain = read_rust_tokenizer(folder)
-    if plain is not None:
-        return plain
+    fast = read_rust_tokenizer(folder)
+    if fast is not None:
+        return fast
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # as above, and the Rust library's plain Exception
+    except Exception as error:  # as above, and the Rust library's bare Exception
         raise ModelError(
             f"cannot load the tokenizer in {folder}: {_first_line(error)}",
             hint="the folder needs tokenizer.json and tokenizer_config.json",

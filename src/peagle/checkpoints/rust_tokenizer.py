@@ -38,7 +38,7 @@ OTHER_OPTIONS = (
     "model_specific_special_tokens",
     "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
 )
-# Arguments of apply_chat_template that are no variables of the template.
+# Arguments of apply_chat_template that are not variables of the template.
 RENDERED_BY_TRANSFORMERS = {
     *("tools", "documents", "continue_final_message", "tokenizer_kwargs"),
     *("padding", "truncation", "max_length"),
@@ -77,8 +77,8 @@ class RustTokenizer:
         return ids  # type: ignore[no-any-return]
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = False, **options: Any) -> str:
-        plain = isinstance(token_ids, list) and all(type(token) is int for token in token_ids)
-        decoder = self.backend_tokenizer if plain and not options else self._transformers
+        is_list = isinstance(token_ids, list) and all(type(token) is int for token in token_ids)
+        decoder = self.backend_tokenizer if is_list and not options else self._transformers
         text: str = decoder.decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
         return text
 
@@ -159,7 +159,7 @@ def read_rust_tokenizer(folder: Path) -> RustTokenizer | None:
         config = read_json(folder / "tokenizer_config.json")
         family = read_json(folder / "config.json").get("model_type")
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception:  # the Rust library's is a plain one; transformers says what is wrong
+    except Exception:  # the Rust library's is a bare one; transformers says what is wrong
         return None
     special = _special_tokens(config)
     added = backend.get_added_tokens_decoder()
@@ -261,7 +261,7 @@ def _same_added_tokens(config: dict[str, Any], added: dict[int, AddedToken], fol
     if "added_tokens_decoder" not in config:
         return not (folder / "special_tokens_map.json").exists()
     try:
-        said = {int(i): AddedToken(**t) for i, t in config["added_tokens_decoder"].items()}
+        named = {int(i): AddedToken(**t) for i, t in config["added_tokens_decoder"].items()}
     except (TypeError, ValueError, AttributeError):
         return False
-    return {i: repr(token) for i, token in said.items()} == {i: repr(t) for i, t in added.items()}
+    return {i: repr(token) for i, token in named.items()} == {i: repr(t) for i, t in added.items()}

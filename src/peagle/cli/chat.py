@@ -34,7 +34,7 @@ def chat(
     engine: EngineFlags,
     system: System = None,
 ) -> None:
-    """Talk to a model; lines come from the terminal or a pipe."""
+    """Chat with a model; lines come from the terminal or a pipe."""
     params = sampling.params()
     llm = engines.build_llm(model, engine.config(), drafter.config())
     if not llm.get_tokenizer().chat_template:
@@ -72,7 +72,7 @@ def _converse(llm: LLM, params: SamplingParams, system: str | None) -> bool:
 
 
 def _lines() -> Iterator[str]:
-    """What the user says, without blank lines; the terminal's prompt goes to no pipe."""
+    """What the user types, without blank lines; the terminal's prompt goes to no pipe."""
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
         import readline  # noqa: F401  gives input() line editing and history
@@ -90,7 +90,7 @@ def _lines() -> Iterator[str]:
 
 
 def _answer(llm: LLM, messages: list[Message], params: SamplingParams) -> str:
-    """Streams one answer to stdout; cancelled by Ctrl-C, what was said so far is the answer."""
+    """Streams one answer to stdout; cancelled by Ctrl-C, the text so far is the answer."""
     request = llm.render_chat(messages)
     start = time.perf_counter()
     text, result = "", None

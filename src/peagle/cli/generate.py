@@ -89,7 +89,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Answer prompts, all in one batch. A prompt that cannot be answered is named: exit code 2."""
-    # 1. Whatever can be wrong without the model is said before it is loaded.
+    # 1. Whatever can be wrong without the model is reported before it is loaded.
     _refuse_contradictions(raw, system, logprobs, as_json)
     params = sampling.params(n=n, logprobs=logprobs)
     engine_config, drafter_config = engine.config(backend.backend), drafter.config()

@@ -26,7 +26,7 @@ VLLMS_OTHER_NAMES = (
     *("--spec-model", "--spec-method", "--spec-tokens"),
     *("-sc", "-tp", "-pp", "-dp", "-q"),
 )
-# vLLM then has no plain HTTP port of its own that we could ask.
+# vLLM then has no unencrypted HTTP port of its own that we could ask.
 WITHOUT_HEALTH = ("--headless", "--uds", "--ssl-keyfile", "--ssl-certfile", "--grpc")
 
 ServedModel = Annotated[
@@ -130,7 +130,7 @@ def _run(command: VllmCommand, host: str | None, port: int) -> None:
     from peagle.backends.vllm import server
     from peagle.backends.vllm.install import find_vllm
 
-    # 1. What can be wrong without vLLM is said before it is started.
+    # 1. What can be wrong without vLLM is reported before it is started.
     install = find_vllm()
     headless = any(word.split("=")[0] in WITHOUT_HEALTH for word in command.arguments)
     if not headless:

@@ -94,7 +94,7 @@ def refuse_what_one_process_cannot(engine: EngineConfig, options: VllmOptions) -
         )
     if engine.batch_invariant:
         raise ConfigError(
-            "batch_invariant is an option of the embedded engine's",
+            "batch_invariant is an option of the embedded engine",
             hint="drop it; vLLM reads VLLM_BATCH_INVARIANT=1",
         )
     if (options.data_parallel_size or 1) > 1:
@@ -117,7 +117,7 @@ def _asked_of(engine: EngineConfig) -> VllmOptions:
 
 
 def _given(drafter: SpeculativeConfig | None) -> dict[str, Any]:
-    """The keys vLLM knows too. It always judges by rejection, so `verification` stays here."""
+    """The keys vLLM knows too. It always verifies by rejection, so `verification` stays here."""
     if drafter is None:
         return {}
     given = {

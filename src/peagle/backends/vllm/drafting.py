@@ -80,7 +80,7 @@ def plan_drafting(
         return None
     if "verification" in drafter:
         raise ConfigError(
-            "vLLM has no option verification: it judges sampled drafts by rejection",
+            "vLLM has no option verification: it verifies drafts of sampled requests by rejection",
             hint="drop it, or use the embedded engine",
         )
     by_head = drafter.get("method") in (None, *DRAFTED_BY_HEAD)

@@ -1,11 +1,11 @@
-"""vLLM's last words: the one line of its log that says why it died."""
+"""The one line of vLLM's log that says why it died."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 
-# `(EngineCore pid=77) ERROR 10-01 12:00:00 [core.py:9] ` before what was said.
+# `(EngineCore pid=77) ERROR 10-01 12:00:00 [core.py:9] ` before the message.
 _PREFIX = re.compile(
     r"^(?:\x1b\[[\d;]*m)*(?:\([^)]*pid=\d+\)(?:\x1b\[[\d;]*m)*\s?)?"
     r"(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\]\s?)?"
@@ -24,8 +24,8 @@ def last_words(log: Iterable[str]) -> str:
     for reason in (_usage_error, _root_error):
         if found := reason(lines):
             return _short(found)
-    spoken = [line.strip() for line in lines if line.strip()]
-    return _short(spoken[-1]) if spoken else "it said nothing"
+    printed = [line.strip() for line in lines if line.strip()]
+    return _short(printed[-1]) if printed else "its log is empty"
 
 
 def _usage_error(lines: list[str]) -> str | None:

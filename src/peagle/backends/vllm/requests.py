@@ -1,4 +1,4 @@
-"""A request at vLLM: its sampling parameters there, and its outputs gathered in our words.
+"""A request at vLLM: its sampling parameters there, and its outputs as RequestOutput.
 
 What vLLM cannot do is refused, not dropped.
 """

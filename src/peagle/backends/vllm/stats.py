@@ -1,4 +1,4 @@
-"""Acceptance as vLLM counts it, in the words of SpecDecodeStats.
+"""Acceptance as vLLM counts it, as SpecDecodeStats.
 
 vLLM keeps two accounts: per request, step by step, and totals for the whole engine as Prometheus
 counters. Both count every draft that was verified, also those behind the token that ended the

@@ -30,7 +30,7 @@ def read_head_config(folder: Path) -> HeadConfig:
         version = options.pop(FORMAT)
         if version != FORMAT_VERSION:
             raise HeadError(
-                f"{where} is no native head of format {FORMAT_VERSION}",
+                f"{where} is not a native head of format {FORMAT_VERSION}",
                 hint=f"it says {FORMAT}={version!r}",
             )
         return _checked(options, where)

@@ -38,8 +38,8 @@ def layout_of(options: Mapping[str, Any], where: str) -> Layout:
     if isinstance(named, list) and any(name in ARCHITECTURES for name in named):
         return "vllm"
     raise HeadError(
-        f"{where} is of no head that we know: {FORMAT}, speculators_model_type and a known "
-        f"architecture are missing",
+        f"{where} is not a config of a known head: {FORMAT}, speculators_model_type and a "
+        f"known architecture are missing",
         hint=f"it says architectures={named!r}; known: {', '.join(ARCHITECTURES)}",
     )
 

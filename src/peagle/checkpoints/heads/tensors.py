@@ -89,7 +89,7 @@ def _take_mask(
     table = tensors.get(EMBED, tables.embed_tokens)
     row = config.mask_token_id
     if row is None or not 0 <= row < len(table):
-        raise HeadError(f"{folder}: the mask id {row} is no row of the table of {len(table)}")
+        raise HeadError(f"{folder}: the mask id {row} is not a row of the table of {len(table)}")
     tensors["mask_embedding"] = table[row].clone()
     if "mask_hidden" in tensors:  # [1, 3H] or [1, 1, 3H]; if it is missing, loading says so
         tensors["mask_hidden"] = tensors["mask_hidden"].reshape(-1)

@@ -52,7 +52,7 @@ def expand_flags(command: Callable[..., None]) -> Callable[..., None]:
     typer reads a function's signature; this hands it the wide one and calls the narrow one.
     """
     parameters = inspect.signature(command, eval_str=True).parameters.values()
-    groups: dict[str, Any] = {p.name: p.annotation for p in parameters if _is_group(p.annotation)}
+    groups: dict[str, type] = {p.name: p.annotation for p in parameters if _is_group(p.annotation)}
     flags = {name: _parameters(group) for name, group in groups.items()}
 
     def expanded(**values: Any) -> None:
@@ -79,7 +79,7 @@ def field_flag(
     note: str = "",
     described_in: type | None = None,
 ) -> inspect.Parameter:
-    """The flag of a field. `kind` stands for types that a command line has no words for;
+    """The flag of a field. `kind` stands for a type that a command line cannot express;
     `described_in` is the config whose field of that name has the help, where `config` has none."""
     doc = doc_of(config, name) or doc_of(described_in or config, name)
     assert doc is not None, f"{config.__name__}.{name} has no Doc"
@@ -116,7 +116,7 @@ def _is_group(kind: Any) -> bool:
     return is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, ConfigFlags))
 
 
-def _parameters(group: Any) -> list[inspect.Parameter]:
+def _parameters(group: type) -> list[inspect.Parameter]:
     if issubclass(group, ConfigFlags):
         return group.parameters()
     hints = get_type_hints(group, include_extras=True)
