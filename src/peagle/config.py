@@ -100,6 +100,7 @@ class EngineConfig:
     batch_invariant: Annotated[bool, Doc("GPU: the same bits alone and beside other requests.")] = (
         False
     )
+    warm_up: Annotated[bool, Doc("GPU: capture the graphs of common steps at the start.")] = False
     gpu_memory_utilization: Annotated[float, Doc("Share of the GPU's memory, for all of it.")] = 0.9
     kv_cache_memory_bytes: Annotated[
         int | None,

@@ -119,6 +119,7 @@ def _is_group(kind: Any) -> bool:
 def _parameters(group: type) -> list[inspect.Parameter]:
     if issubclass(group, ConfigFlags):
         return group.parameters()
+    assert is_dataclass(group)
     hints = get_type_hints(group, include_extras=True)
     return [_parameter(f.name, f.default, hints[f.name]) for f in fields(group)]
 
