@@ -11,15 +11,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.cache import cache_folder
 from peagle.checkpoints.builtin import BUILTIN_MODELS, Progress, ensure_builtin
 from peagle.checkpoints.files import weight_files
 from peagle.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-__all__ = ["cache_folder", "is_hub_id", "load_config", "load_tokenizer", "resolve_model"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # No *.bin and no *.py: we run no code that a model brings along.

@@ -12,6 +12,7 @@ vllm      which engine answers, and what only vLLM is told
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from collections.abc import Callable
@@ -83,7 +84,7 @@ def field_flag(
     `described_in` is the config whose field of that name has the help, where `config` has none."""
     doc = doc_of(config, name) or doc_of(described_in or config, name)
     assert doc is not None, f"{config.__name__}.{name} has no Doc"
-    own = kind or get_type_hints(config)[name]
+    own = kind or _hint(config, name)[0]
     option = typer.Option(
         *_names(name, own),
         help=f"{doc.text} {note}".strip(),
@@ -96,8 +97,7 @@ def field_flag(
 
 def doc_of(config: type, name: str) -> Doc | None:
     """What the annotation of a config's field says about it."""
-    hint = get_type_hints(config, include_extras=True)[name]
-    return next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Doc)), None)
+    return next((one for one in _hint(config, name)[1] if isinstance(one, Doc)), None)
 
 
 def parse_json_object(flag: str, text: str) -> dict[str, Any]:
@@ -120,13 +120,24 @@ def _parameters(group: type) -> list[inspect.Parameter]:
     if issubclass(group, ConfigFlags):
         return group.parameters()
     assert is_dataclass(group)
-    hints = get_type_hints(group, include_extras=True)
+    hints = _hints(group)
     return [_parameter(f.name, f.default, hints[f.name]) for f in fields(group)]
 
 
 def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
     keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, keyword, default=default, annotation=annotation)
+
+
+def _hint(config: type, name: str) -> tuple[Any, tuple[Any, ...]]:
+    """A field's type, and what its annotation holds besides."""
+    hint = _hints(config)[name]
+    return (hint.__origin__, hint.__metadata__) if hasattr(hint, "__metadata__") else (hint, ())
+
+
+@functools.cache  # evaluates every annotation of the class
+def _hints(config: type) -> dict[str, Any]:
+    return get_type_hints(config, include_extras=True)
 
 
 def _names(name: str, kind: Any) -> tuple[str, ...]:
