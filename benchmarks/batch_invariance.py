@@ -37,7 +37,7 @@ from peagle.kernels.gpu.layers import run_layers
 from peagle.kernels.gpu.linear import Tile, batch_invariant_tile, invariant_logits
 from peagle.kernels.gpu.norms import rms_norm
 from peagle.kernels.gpu.tiles import batch_invariant_splits, choose_splits
-from peagle.kernels.layer import LayerTensors, Projection
+from peagle.kernels.layer_tensors import LayerTensors, Projection
 from peagle.kernels.policy import BATCH_INVARIANT, FAST, Policy
 from peagle.kernels.rows import PagedRows, RowGroups
 from peagle.provenance import provenance

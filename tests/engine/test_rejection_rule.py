@@ -13,8 +13,8 @@ from train.live_memory import LiveBytes
 from peagle.engine.memory import LOGIT_BYTES
 from peagle.engine.sampler import RejectionSampler, SampledSlots
 from peagle.errors import RequestError
-from peagle.kernels.device_batch import DeviceBatch, make_device_batch
-from peagle.kernels.reference.batch import HEADER, begin_step, commit
+from peagle.kernels.device_batch import HEADER, DeviceBatch, make_device_batch
+from peagle.kernels.reference.batch import begin_step, commit
 from peagle.kernels.reference.rejection import Coins
 from peagle.kernels.step_ops import StepOps, step_ops
 from peagle.models.drafter import Packing

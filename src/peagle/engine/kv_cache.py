@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.engine.blocks import BlockTable
-from peagle.kernels.cpu import LANES, MAX_GROUP, LayerCache, PagedSpan, PagedStep, kernels_for
-from peagle.kernels.layer import CachePlace
+from peagle.kernels.cpu.layers import CachePlace
+from peagle.kernels.cpu.ops import LANES, MAX_GROUP, LayerCache, PagedSpan, PagedStep, kernels_for
 from peagle.models.attention import CachedAttention
 from peagle.models.drafter import CacheLayout, Span
 from peagle.models.target import TargetModel

@@ -82,3 +82,10 @@ BATCH_INVARIANT = Policy(
 
 def is_small(weight: Tensor) -> bool:
     return weight.numel() <= MAX_SMALL_WEIGHT
+
+
+def gpu_takes(x: Tensor) -> bool:
+    """Whether Triton kernels may stand in for torch's operations on x: on a GPU, in a precision
+    that they know, and where no gradient is wanted."""
+    untracked = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return x.is_cuda and x.dtype in (*HALF, torch.float32) and untracked

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.kernels.layer import CachePlace
+from peagle.kernels.cpu.layers import CachePlace
 
 
 class Attention(Protocol):

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.errors import HeadError
-from peagle.kernels.device import gpu_takes
-from peagle.kernels.policy import FAST, Policy
+from peagle.kernels.policy import FAST, Policy, gpu_takes
 from peagle.models.attention import Attention
 from peagle.models.config import DecoderConfig
 from peagle.models.fused import FusedLayers

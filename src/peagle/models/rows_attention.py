@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from peagle.kernels.layer import CachePlace
+from peagle.kernels.cpu.layers import CachePlace
 from peagle.kernels.reference.attention import paged_attention
 from peagle.kernels.rows import RowGroups
 from peagle.models.attention import CachedAttention

@@ -8,8 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from peagle.kernels.device_batch import DeviceBatch, RowPlan, StepCounts, make_device_batch
-from peagle.kernels.reference.batch import HEADER
+from peagle.kernels.device_batch import HEADER, DeviceBatch, RowPlan, StepCounts, make_device_batch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLES = 10 if DEVICE.type == "cuda" else 25

@@ -25,7 +25,7 @@ from peagle.kernels.gpu import layers as gpu_layers
 from peagle.kernels.gpu.linear import fused_linear
 from peagle.kernels.gpu.qkv import fits_one_kernel, qkv_to_cache
 from peagle.kernels.gpu.rotary import rotate_and_write
-from peagle.kernels.layer import LayerTensors, Projection
+from peagle.kernels.layer_tensors import LayerTensors, Projection
 from peagle.kernels.reference import qkv as plain
 from peagle.kernels.reference.linear import Norm
 from peagle.kernels.rows import PagedRows, RowGroups

@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.device_batch import Committed, DeviceBatch, RowPlan, StepCounts
+from peagle.kernels.device_batch import HEADER, Committed, DeviceBatch, RowPlan, StepCounts
 from peagle.kernels.gpu.overlap import overlapping, wait
-from peagle.kernels.reference.batch import HEADER
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from peagle.kernels.gpu.fp8 import (
     quantize_normed,
     quantize_rows,
 )
-from peagle.kernels.layer import LayerTensors, Projection
+from peagle.kernels.layer_tensors import LayerTensors, Projection
 from peagle.kernels.reference.fp8 import Quantized, Sums
 from peagle.kernels.reference.linear import Norm
 

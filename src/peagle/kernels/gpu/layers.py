@@ -18,7 +18,7 @@ from peagle.kernels.gpu.fp8_layers import run_quantized
 from peagle.kernels.gpu.linear import fused_linear
 from peagle.kernels.gpu.norms import add_rms_norm, rms_norm, silu_mul
 from peagle.kernels.gpu.qkv import fits_one_kernel, qkv_to_cache
-from peagle.kernels.layer import LayerTensors, Projection
+from peagle.kernels.layer_tensors import LayerTensors, Projection
 from peagle.kernels.policy import FAST, Policy
 from peagle.kernels.reference.linear import Norm
 from peagle.kernels.rows import RowGroups

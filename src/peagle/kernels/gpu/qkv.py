@@ -18,7 +18,7 @@ from peagle.kernels.gpu.linear import scale_and_add, sum_products, tile_for
 from peagle.kernels.gpu.norms import norm_scale
 from peagle.kernels.gpu.overlap import fetch_rows, overlapping, wait
 from peagle.kernels.gpu.rotary import rotate
-from peagle.kernels.layer import LayerTensors
+from peagle.kernels.layer_tensors import LayerTensors
 from peagle.kernels.policy import FAST, Policy
 from peagle.kernels.reference.linear import Norm
 from peagle.kernels.rows import PagedRows, RowGroups

@@ -11,8 +11,6 @@ from torch import Tensor
 from peagle.kernels.device_batch import Committed, DeviceBatch, RowPlan, StepCounts
 from peagle.speculation.draft_limit import draft_limit
 
-HEADER = 3  # columns of a step's report before the tokens: num_new, num_drafts, failed
-
 
 def begin_step(state: DeviceBatch, slots: Tensor, caps: Tensor, depth: int) -> StepCounts:
     """Where the slots [B] stand, and how many of their drafts each verifies: at most `caps` [B],

@@ -13,12 +13,12 @@ from tolerance import near
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from kernels.compiler import needs_kernels
+from kernels.cpu.compiler import needs_kernels
 from peagle.engine.blocks import BlockTable
 from peagle.engine.kv_cache import PagedKVCache, target_layout
-from peagle.kernels import layer as kernel_module
-from peagle.kernels.layer import LayersKernel, kernel_takes, layers_function
-from peagle.kernels.linear import MAX_ROWS
+from peagle.kernels.cpu import layers as kernel_module
+from peagle.kernels.cpu.layers import LayersKernel, kernel_takes, layers_function
+from peagle.kernels.cpu.linear import MAX_ROWS
 from peagle.models import fused
 from peagle.models.attention import causal_attention
 from peagle.models.config import DecoderConfig

@@ -12,13 +12,13 @@ import pytest
 import torch
 from tolerance import near
 
-from kernels.compiler import needs_kernels
-from peagle.kernels import cpu
-from peagle.kernels.compiling import load_library
+from kernels.cpu.compiler import needs_kernels
+from peagle.kernels.cpu import ops
+from peagle.kernels.cpu.library import load_library
 from peagle.models import layers
 
 # A class-wide cache would carry one test's answer into the next.
-choose = cpu.cpu_kernels.__wrapped__
+choose = ops.cpu_kernels.__wrapped__
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +27,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("PEAGLE_CACHE", str(folder))
     monkeypatch.delenv("PEAGLE_CPU_KERNELS", raising=False)
     monkeypatch.delenv("CC", raising=False)
-    cpu.cpu_kernels.cache_clear()
+    ops.cpu_kernels.cache_clear()
     yield folder
-    cpu.cpu_kernels.cache_clear()
+    ops.cpu_kernels.cache_clear()
 
 
 def script(path: Path, text: str) -> str:
@@ -44,7 +44,7 @@ def test_the_library_is_compiled_once_and_nothing_else_is_left(
 ) -> None:
     assert choose() is not None
     (library,) = [p for p in cache.rglob("*") if p.is_file()]
-    assert library.name == "cpu.so"
+    assert library.name == "ops.so"
     monkeypatch.setenv("CC", "false")
     assert choose() is not None
 
@@ -74,7 +74,7 @@ def test_flags_of_the_environment_are_heeded_and_make_another_library(
 
 @needs_kernels
 def test_processes_that_compile_at_once_all_get_the_kernels(cache: Path) -> None:
-    code = "from peagle.kernels.cpu import cpu_kernels; assert cpu_kernels() is not None"
+    code = "from peagle.kernels.cpu.ops import cpu_kernels; assert cpu_kernels() is not None"
     jobs = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
     assert [job.wait() for job in jobs] == [0, 0]
     assert len([p for p in cache.rglob("*") if p.is_file()]) == 1
@@ -114,7 +114,7 @@ def test_the_layers_work_without_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CC", "/nowhere/cc")
     with torch.inference_mode():
         x = torch.randn(2, 8)
-        assert cpu.kernels_for(x) is None
+        assert ops.kernels_for(x) is None
         norm = layers.RMSNorm(8, 1e-5)
         expected = torch.nn.functional.rms_norm(x, (8,), eps=1e-5)
         torch.testing.assert_close(norm(x), expected, **near(terms=8))
@@ -127,7 +127,7 @@ import torch
 from engine import tiny
 from peagle.config import EngineConfig
 from peagle.engine.engine import Engine
-from peagle.kernels.cpu import cpu_kernels
+from peagle.kernels.cpu.ops import cpu_kernels
 from peagle.models.layers import lay_out_for_cpu
 from peagle.sampling_params import SamplingParams
 
@@ -144,7 +144,7 @@ print(cpu_kernels() is not None, [r.output_token_ids for r in requests])
 
 def answers(*environments: dict[str, str]) -> list[list[str]]:
     """Of processes side by side: most of their time is spent on imports."""
-    tests = str(Path(__file__).parents[1])
+    tests = str(Path(__file__).parents[2])
     jobs = [
         subprocess.Popen(
             [sys.executable, "-c", ANSWER, tests],

@@ -1,4 +1,4 @@
-"""The CPU kernels of cpu.c, called on tensors.
+"""The CPU kernels of ops.c, called on tensors.
 
 Between two matrix products a decoding step runs a dozen torch operations on a few kilobytes,
 each costing several microseconds; one C call replaces them. Shapes: N rows, H hidden, h heads,
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from peagle.kernels.library import Threads, cpu_library
+from peagle.kernels.cpu.library import Threads, cpu_library
 
 LANES = 8  # head dimensions are whole vectors
 MAX_GROUP = 64  # heads that share a key-value head

@@ -6,7 +6,7 @@
 
 #include <stddef.h>
 
-/* weight [I, O], bias [O] or none. Mirrored in layer.py, as is `layer`. */
+/* weight [I, O], bias [O] or none. Mirrored in layers.py, as is `layer`. */
 typedef struct {
     const float *weight, *bias;
 } projection;
@@ -84,7 +84,7 @@ static void decoder_layer(float *out, const float *x, const float *inputs, int64
 }
 
 /* states [L, N, H]: every layer's output, from x [N, H]. `inputs` [N, width] is what the first
- * layer's attention reads if not its normed x: so it is in a drafter. scratch: see layer.py. */
+ * layer's attention reads if not its normed x: so it is in a drafter. scratch: see layers.py. */
 void decoder_layers(float *states, const float *x, const float *inputs, int64_t width,
                     const layer *layers, int64_t count, const step_state *s, float *scratch) {
     for (int64_t i = 0; i < count; i++) {

@@ -14,7 +14,7 @@ from ctypes import c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from peagle.kernels.library import Threads, cpu_library, run_on_threads
+from peagle.kernels.cpu.library import Threads, cpu_library, run_on_threads
 
 MAX_ROWS = 32  # beyond, MKL's packed product catches up
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tolerance import near
 from torch import Tensor
 
-from kernels.compiler import needs_kernels
-from peagle.kernels import linear as module
-from peagle.kernels.linear import MAX_ROWS, LinearKernel, linear_kernel, linear_kernel_for
+from kernels.cpu.compiler import needs_kernels
+from peagle.kernels.cpu import linear as module
+from peagle.kernels.cpu.linear import MAX_ROWS, LinearKernel, linear_kernel, linear_kernel_for
 from peagle.models import layers
 
 pytestmark = needs_kernels

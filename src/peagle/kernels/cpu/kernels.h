@@ -14,7 +14,7 @@ typedef struct {
     run_on_threads run;
 } threads;
 
-/* One step's rows: spans one after the other, each of one sequence. Mirrored in cpu.py. */
+/* One step's rows: spans one after the other, each of one sequence. Mirrored in ops.py. */
 typedef struct {
     int64_t num_spans;
     const int64_t *spans;  /* [num_spans, 3]: first position, rows, first entry in `blocks` */

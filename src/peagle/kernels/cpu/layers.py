@@ -1,4 +1,4 @@
-"""A stack of decoder layers over a paged cache in one call, by layer.c."""
+"""A stack of decoder layers over a paged cache in one call, by layers.c."""
 
 from __future__ import annotations
 
@@ -11,40 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from peagle.kernels.cpu import PagedStep
-from peagle.kernels.library import Threads, cpu_library, run_on_threads
-from peagle.kernels.linear import MAX_ROWS, column_major
-
-
-class Projection(NamedTuple):
-    weight: Tensor  # [O, I]
-    bias: Tensor | None  # [O]
-    scales: Tensor | None = None  # [O, 1] where the weight is in FP8
-
-
-class LayerTensors(NamedTuple):
-    """One layer's parameters and what else decides its output."""
-
-    input_norm: Tensor | None  # None: the caller gives what attention reads
-    post_norm: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    qkv: Projection
-    o: Projection
-    gate_up: Projection
-    down: Projection
-    window: int | None
-    eps: float
-
-    @property
-    def fits(self) -> bool:
-        """Whether all of it lies as the kernel reads it."""
-        projections = (self.qkv, self.o, self.gate_up, self.down)
-        vectors = (*self[:4], *(p.bias for p in projections))
-        tensors = [t for t in (*vectors, *(p.weight for p in projections)) if t is not None]
-        in_place = all(t.is_cpu and t.dtype is torch.float32 for t in tensors)
-        whole = all(v.is_contiguous() for v in vectors if v is not None)
-        return in_place and whole and all(column_major(p.weight) for p in projections)
+from peagle.kernels.cpu.library import Threads, cpu_library, run_on_threads
+from peagle.kernels.cpu.linear import MAX_ROWS, column_major
+from peagle.kernels.cpu.ops import PagedStep
+from peagle.kernels.layer_tensors import LayerTensors
 
 
 class CachePlace(NamedTuple):
@@ -57,7 +27,7 @@ class CachePlace(NamedTuple):
 
 
 class _Layer(ctypes.Structure):
-    """`layer` in layer.c."""
+    """`layer` in layers.c."""
 
     _fields_ = (
         *((name, c_void_p) for name in LayerTensors._fields[:4]),
@@ -69,7 +39,7 @@ class _Layer(ctypes.Structure):
 
 
 class _State(ctypes.Structure):
-    """`step_state` in layer.c."""
+    """`step_state` in layers.c."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("cosine", "sine", "keys", "values")),
@@ -82,6 +52,16 @@ def kernel_takes(x: Tensor) -> bool:
     """Whether the rows x [N, H] may go through the kernel."""
     fits = x.is_cpu and x.dtype is torch.float32 and x.dim() == 2 and x.shape[0] <= MAX_ROWS
     return fits and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def fits_kernel(layer: LayerTensors) -> bool:
+    """Whether all of the layer lies as the kernel reads it."""
+    projections = (layer.qkv, layer.o, layer.gate_up, layer.down)
+    vectors = (*layer[:4], *(p.bias for p in projections))
+    tensors = [t for t in (*vectors, *(p.weight for p in projections)) if t is not None]
+    in_place = all(t.is_cpu and t.dtype is torch.float32 for t in tensors)
+    whole = all(v.is_contiguous() for v in vectors if v is not None)
+    return in_place and whole and all(column_major(p.weight) for p in projections)
 
 
 @functools.cache
@@ -101,7 +81,7 @@ class LayersKernel:
     """Bound to where the layers' tensors lie now: make a new one when they move."""
 
     def __init__(self, function: ctypes._NamedFuncPointer, layers: Sequence[LayerTensors]) -> None:
-        assert all(layer.fits for layer in layers)
+        assert all(map(fits_kernel, layers))
         self._function = function
         self._layers = (_Layer * len(layers))(*(_pointers(layer) for layer in layers))
         self._held = layers

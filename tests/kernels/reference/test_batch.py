@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from peagle.kernels.reference import batch, row_copies
 from peagle.speculation.draft_limit import draft_limit
 
-from .gpu import batch_cases
-from .gpu.batch_cases import Case, cases, check_equal
+from ..gpu import batch_cases
+from ..gpu.batch_cases import Case, cases, check_equal
 
 
 @settings(deadline=None)

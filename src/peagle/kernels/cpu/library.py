@@ -1,8 +1,13 @@
-"""Compiles C source once with the system's compiler and keeps the library in the cache folder."""
+"""The C sources as one library, compiled once by the system's compiler, and its threads.
+
+The library is kept in the cache folder. Where it cannot be compiled there is none, and torch's own
+operations run instead.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import logging
 import os
@@ -12,15 +17,51 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from ctypes import c_int64, c_void_p
 from pathlib import Path
+
+import torch
 
 from peagle.cache import cache_folder
 
 logger = logging.getLogger(__name__)
 
+FOLDER = Path(__file__).parent
+SOURCES = tuple(FOLDER / name for name in ("ops.c", "linear.c", "layers.c"))
+HEADERS = (FOLDER / "kernels.h",)
 # No -ffast-math: NaN and infinity must go through, and sums keep their order.
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-w")
 TIMEOUT_S = 120
+
+
+def cpu_library() -> ctypes.CDLL | None:
+    """None if PEAGLE_CPU_KERNELS=0 or it cannot be compiled here."""
+    if os.environ.get("PEAGLE_CPU_KERNELS") == "0":
+        return None
+    return load_library(*SOURCES, headers=HEADERS)
+
+
+class Threads(ctypes.Structure):
+    """How many of torch's threads a kernel may use; `threads` in kernels.h."""
+
+    _fields_ = (("count", c_int64), ("run", c_void_p))
+
+    def __init__(self) -> None:
+        """As many as torch uses now."""
+        run = run_on_threads()
+        super().__init__(torch.get_num_threads() if run else 1, run)
+
+
+@functools.cache
+def run_on_threads() -> int | None:
+    """Address of GOMP_parallel as torch itself finds it: preloaded, or the runtime it ships."""
+    shipped = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    for path in (None, *map(str, shipped)):
+        try:
+            return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None
 
 
 def load_library(*sources: Path, headers: Sequence[Path] = ()) -> ctypes.CDLL | None:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from tolerance import near
 from torch import Tensor
 
-from kernels.compiler import needs_kernels
+from kernels.cpu.compiler import needs_kernels
 from peagle.engine import kv_cache
 from peagle.engine.blocks import BlockTable
 from peagle.engine.kv_cache import PagedKVCache
-from peagle.kernels.cpu import CpuKernels, PagedSpan, PagedStep, cpu_kernels, kernels_for
+from peagle.kernels.cpu.ops import CpuKernels, PagedSpan, PagedStep, cpu_kernels, kernels_for
 from peagle.models import layers
 from peagle.models.attention import causal_attention
 from peagle.models.drafter import CacheLayout, Span
