@@ -145,7 +145,7 @@ class _SequenceView:
         slots = _slots(table, self.end)  # [T]
         self.write_slots = slots[span.start :]
         first = table.slot(0)
-        # The fast path and its plain twin: a slice of the cache, or a gather from it.
+        # The fast path and its reference: a slice of the cache, or a gather from it.
         self.extent = slice(first, first + self.end) if table.contiguous else None
         self.gather = slots.to(device)
         self._masks: dict[tuple[int | None, int], Tensor] = {}

@@ -1,4 +1,4 @@
-"""The layer kernel gives what the layer's modules give, to the bit, and a row in any company."""
+"""The layer kernel gives what the layer's modules give, to the bit, and is batch-invariant."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CASES = {
     "norms of queries and keys": Qwen3Config(**SIZES),
     "sliding window": MistralConfig(**SIZES, sliding_window=5),
 }
-TAPS = (0, 1, 2, 3)
+AUX_LAYERS = (0, 1, 2, 3)
 LENGTH = 21
 
 
@@ -105,7 +105,7 @@ class Served:
     def step(self, spans: Sequence[Span]) -> Tensor:
         attention = self.cache.attention(self.tables, spans)
         rows = torch.cat([tokens(s.sequence)[s.start : s.start + s.length] for s in spans])
-        out = self.model(rows, attention.positions, attention, TAPS).aux_hidden_states
+        out = self.model(rows, attention.positions, attention, AUX_LAYERS).aux_hidden_states
         assert out is not None
         return out
 
@@ -126,8 +126,10 @@ def test_the_kernel_agrees_with_float64(name: str, calls: list[int]) -> None:
     ours = all_rows(model, [8, 1, 5, 7])
     assert calls == [8, 1, 5, 7]
     positions = torch.arange(LENGTH)
-    twin = copy.deepcopy(model).double()
-    exact = twin(tokens(0), positions, causal_attention(positions), TAPS).aux_hidden_states
+    exact_model = copy.deepcopy(model).double()
+    exact = exact_model(
+        tokens(0), positions, causal_attention(positions), AUX_LAYERS
+    ).aux_hidden_states
     assert exact is not None
     torch.testing.assert_close(ours, exact.float(), **near(exact, terms=50, depth=3))
 
@@ -232,10 +234,10 @@ def test_without_torchs_threads_there_is_no_kernel(monkeypatch: pytest.MonkeyPat
 def test_a_copy_follows_its_own_weights(calls: list[int]) -> None:
     model = small("llama")
     before = all_rows(model, [LENGTH])
-    twin = copy.deepcopy(model)
-    for parameter in twin.layers.parameters():
+    other = copy.deepcopy(model)
+    for parameter in other.layers.parameters():
         parameter.mul_(0.5)
-    assert not torch.equal(all_rows(twin, [LENGTH]), before)
+    assert not torch.equal(all_rows(other, [LENGTH]), before)
     assert torch.equal(all_rows(model, [LENGTH]), before)
     assert len(calls) == 3
 

@@ -18,7 +18,7 @@ from peagle.kernels.cpu.library import load_library
 from peagle.models import layers
 
 # A class-wide cache would carry one test's answer into the next.
-choose = ops.cpu_kernels.__wrapped__
+compiled_kernels = ops.cpu_kernels.__wrapped__
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +42,11 @@ def script(path: Path, text: str) -> str:
 def test_the_library_is_compiled_once_and_nothing_else_is_left(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert choose() is not None
+    assert compiled_kernels() is not None
     (library,) = [p for p in cache.rglob("*") if p.is_file()]
     assert library.name == "ops.so"
     monkeypatch.setenv("CC", "false")
-    assert choose() is not None
+    assert compiled_kernels() is not None
 
 
 @needs_kernels
@@ -82,12 +82,12 @@ def test_processes_that_compile_at_once_all_get_the_kernels(cache: Path) -> None
 
 def test_zero_in_the_environment_turns_them_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PEAGLE_CPU_KERNELS", "0")
-    assert choose() is None
+    assert compiled_kernels() is None
 
 
 def test_without_a_compiler_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert choose() is None
+    assert compiled_kernels() is None
 
 
 @pytest.mark.parametrize(
@@ -97,17 +97,17 @@ def test_a_compiler_that_fails_or_makes_no_library_gives_none(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CC", script(tmp_path / "cc", text))
-    assert choose() is None
+    assert compiled_kernels() is None
 
 
 def test_a_compiler_that_is_not_there_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "/nowhere/cc")
-    assert choose() is None
+    assert compiled_kernels() is None
 
 
 def test_a_cache_that_cannot_be_written_gives_none(cache: Path) -> None:
     cache.write_text("a file stands where the folder should")
-    assert choose() is None
+    assert compiled_kernels() is None
 
 
 def test_the_layers_work_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,13 +154,13 @@ def answers(*environments: dict[str, str]) -> list[list[str]]:
         )
         for environment in environments
     ]
-    said = [job.communicate()[0] for job in jobs]
+    outputs = [job.communicate()[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0] * len(jobs)
-    return [text.split(maxsplit=1) for text in said]
+    return [text.split(maxsplit=1) for text in outputs]
 
 
 @needs_kernels
-def test_the_engine_says_the_same_without_kernels_as_with_them() -> None:
+def test_the_engine_generates_the_same_without_kernels_as_with_them() -> None:
     on, off = answers({}, {"CC": "/nowhere/cc", "PEAGLE_CACHE": "/nowhere"})
     assert (on[0], off[0]) == ("True", "False")
     assert on[1] == off[1]

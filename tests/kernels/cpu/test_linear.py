@@ -1,4 +1,4 @@
-"""The product of few rows agrees with torch's, and gives a row the same bits in any company."""
+"""The product of few rows agrees with torch's, and is batch-invariant."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_product_agrees_with_float64(rows: int, inputs: int, outputs: int, seed:
 
 
 @pytest.mark.parametrize("outputs", [1, 47, 131, 960, 9000])
-def test_a_row_has_the_same_bits_in_any_company_and_on_any_threads(
+def test_a_row_is_batch_invariant_and_has_the_same_bits_on_any_threads(
     outputs: int, threads: int
 ) -> None:
     x, weight = operands(19, 100, outputs)

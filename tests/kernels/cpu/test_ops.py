@@ -1,4 +1,4 @@
-"""Each CPU kernel says what its plain torch twin says, and the same for a row in any company."""
+"""Each CPU kernel agrees with torch's operation, and is batch-invariant."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def test_rms_norm_treats_what_is_not_finite_as_torch_does(
 ) -> None:
     x, weight = normal(2, size), torch.ones(size)
     x[0, place] = value
-    ours, plain = kernels().rms_norm(x, weight, 1e-5), F.rms_norm(x, (size,), weight, 1e-5)
-    torch.testing.assert_close(ours, plain, **near(terms=size), equal_nan=True)
+    ours, theirs = kernels().rms_norm(x, weight, 1e-5), F.rms_norm(x, (size,), weight, 1e-5)
+    torch.testing.assert_close(ours, theirs, **near(terms=size), equal_nan=True)
 
 
 def test_rms_norm_of_large_values_does_not_overflow() -> None:
@@ -117,9 +117,9 @@ def test_silu_mul_treats_what_is_not_finite_as_torch_does(size: int) -> None:
     for gate in special:
         for up in special:
             gate_up = torch.tensor([[gate] * size + [up] * size])
-            plain = F.silu(gate_up[:, :size].clone()) * up
+            theirs = F.silu(gate_up[:, :size].clone()) * up
             ours = kernels().silu_mul(gate_up)
-            torch.testing.assert_close(ours, plain, **near(terms=1), equal_nan=True)
+            torch.testing.assert_close(ours, theirs, **near(terms=1), equal_nan=True)
 
 
 BLOCK, NUM_BLOCKS, PER_SEQUENCE = 5, 90, 30
@@ -192,8 +192,8 @@ def test_paged_attention_in_any_chunks_equals_causal_attention_in_float64(
             outs[s.sequence].append(piece)
             done[s.sequence] += s.length
     for (q, k, v), pieces in zip(whole, outs, strict=True):
-        plain = causal_attention(torch.arange(len(q)))
-        exact = plain(1, q.double(), k.double(), v.double(), window)
+        reference = causal_attention(torch.arange(len(q)))
+        exact = reference(1, q.double(), k.double(), v.double(), window)
         # Scores of a hundred lose a few digits before the exponential, in torch as well.
         allowed = near(max(1.0, scale**2), terms=max(dim, len(q)))
         torch.testing.assert_close(torch.cat(pieces), exact.float(), **allowed)
@@ -226,7 +226,7 @@ def test_scores_far_below_zero_in_the_first_tile_do_not_vanish() -> None:
 
 
 @given(size=st.integers(2, 130), first=st.integers(0, 6), count=st.integers(1, 3))
-def test_a_row_of_the_row_wise_kernels_does_not_depend_on_its_company(
+def test_a_row_of_the_row_wise_kernels_is_batch_invariant(
     size: int, first: int, count: int
 ) -> None:
     size -= size % 2
@@ -242,7 +242,7 @@ def test_a_row_of_the_row_wise_kernels_does_not_depend_on_its_company(
 
 @pytest.mark.parametrize("window", [None, 37])
 @pytest.mark.parametrize("dim", [16, 64, 128])
-def test_a_row_of_attention_does_not_depend_on_its_company(dim: int, window: int | None) -> None:
+def test_a_row_of_attention_is_batch_invariant(dim: int, window: int | None) -> None:
     q, k, v = normal(100, 6, dim), normal(100, 2, dim, seed=1), normal(100, 2, dim, seed=2)
     other = normal(7, 6, dim, seed=3), normal(7, 2, dim, seed=4), normal(7, 2, dim, seed=5)
     tables = tables_of(list(range(NUM_BLOCKS)), 2)

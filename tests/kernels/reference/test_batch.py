@@ -1,4 +1,4 @@
-"""A step's bookkeeping in plain torch equals slow loops over slots."""
+"""A step's bookkeeping in torch equals slow loops over slots."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.kernels.reference import batch, row_copies
+from peagle.kernels.reference import batch, gather
 from peagle.speculation.draft_limit import draft_limit
 
 from ..gpu import batch_cases
@@ -67,7 +67,7 @@ def test_expand_rows_puts_masks_behind_the_real_rows(
     mask = torch.randn(6, generator=generator)
     most = min(given_rows, num_rows)
     num_real = torch.randint(most + 1, (batch_size,), generator=generator)
-    rows = row_copies.expand_rows(real, num_real, mask, num_rows)
+    rows = gather.expand_rows(real, num_real, mask, num_rows)
     assert torch.equal(rows, batch_cases.slow_expand_rows(real, num_real, mask, num_rows))
 
 
@@ -78,7 +78,13 @@ def test_commit_advances_slots_as_its_definition(case: Case) -> None:
     expected, expected_report = batch_cases.slow_commit(case, counts)
     state = batch_cases.copied(case.state)
     committed = batch.commit(
-        state, case.slots, counts, case.drafts, case.chosen, case.usable, case.max_draft_tokens
+        state,
+        case.slots,
+        counts,
+        case.drafts,
+        case.sampled_token_ids,
+        case.usable,
+        case.max_draft_tokens,
     )
     assert torch.equal(committed.report, expected_report)
     num_new, num_drafts = expected_report[:, 0].tolist(), expected.num_drafts[case.slots].tolist()

@@ -1,4 +1,4 @@
-"""Chances given the target's token average to those of the two laws."""
+"""Chances given the target's token average to those of the two distributions."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from peagle.speculation.given_text import coupled_given_text, rejection_given_text
-from peagle.speculation.verify import coupled_acceptance, rejection_acceptance
+from peagle.speculation.acceptance import (
+    coupled_acceptance,
+    coupled_given_text,
+    rejection_acceptance,
+    rejection_given_text,
+)
 
-LAWS = st.lists(st.sampled_from([0.0, 0.1, 1.0, 3.0]), min_size=4, max_size=4).filter(any)
+WEIGHTS = st.lists(st.sampled_from([0.0, 0.1, 1.0, 3.0]), min_size=4, max_size=4).filter(any)
 
 
 @pytest.mark.parametrize(
     ("given_text", "from_laws"),
     [(rejection_given_text, rejection_acceptance), (coupled_given_text, coupled_acceptance)],
 )
-@given(LAWS, LAWS)
-def test_the_mean_over_the_targets_tokens_is_the_acceptance_of_the_laws(
+@given(WEIGHTS, WEIGHTS)
+def test_the_mean_over_the_targets_tokens_is_the_acceptance_of_the_distributions(
     given_text: Callable[[Tensor, Tensor, Tensor], Tensor],
     from_laws: Callable[[Tensor, Tensor], Tensor],
     first: list[float],

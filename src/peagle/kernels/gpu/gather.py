@@ -1,4 +1,4 @@
-"""Rows brought to where a step reads them, a launch each; see kernels/reference/row_copies.py.
+"""Rows brought to where a step reads them, a launch each; see kernels/reference/gather.py.
 
 A program copies a tile of one row. Shapes: B slots of the step, R rows of each, H hidden.
 """

@@ -1,4 +1,4 @@
-"""Rows brought to where a step reads them, as plain torch operations.
+"""Rows brought to where a step reads them, as torch operations.
 
 Shapes: B slots of the step, R rows of each, P of them real at most, H hidden.
 """

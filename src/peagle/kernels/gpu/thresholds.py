@@ -1,9 +1,10 @@
-"""Which tokens min-p, top-k and top-p keep, without a sort: a border value for each row.
+"""Which tokens min-p, top-k and top-p keep, without a sort: a threshold value for each row.
 
-A token stays if its logit after temperature is above the border, or equal to it and its column is
-not behind `last_column`. The k-th largest logit, and the last value of a nucleus, are the largest
-border at or above which enough tokens, or enough mass, stand. It is found bit by bit, among the
-32-bit integers that are ordered as floats are: 32 looks at the row, which lies in the L2 cache.
+A token stays if its logit after temperature is above the threshold, or equal to it and its column
+is not behind `last_column`. The k-th largest logit, and the last value of a nucleus, are the
+largest threshold at or above which enough tokens, or enough mass, stand. It is found bit by bit,
+among the 32-bit integers that are ordered as floats are: 32 looks at the row, which lies in the L2
+cache.
 
 Masses are float64 sums of float32 weights in one order. Where the mass before a token equals top-p
 of the total up to about 1e-6 of it, speculation/sampling.py may decide differently.
@@ -27,65 +28,79 @@ def below_peak(scaled, peak):
 
 
 @triton.jit
-def borders_kernel(
+def thresholds_kernel(
     logits,
     row_stride,
     vocab_size,
     peaks,
     num_chunks,
-    temperature,
+    temperatures,
     top_k,
     top_p,
     min_p,
-    borders,
+    thresholds,
     last_columns,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (R,). borders float32, last_columns int32  # [R]; greedy rows keep all."""
+    """Grid (R,). thresholds float32, last_columns int32  # [R]; greedy rows keep all."""
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * row_stride
-    heat = tl.load(temperature + row)
+    temperature = tl.load(temperatures + row)
     raw_peak, usable = row_peak(peaks, row, num_chunks, CHUNKS)
-    border = tl.full((), float("-inf"), tl.float32)
+    threshold = tl.full((), float("-inf"), tl.float32)
     last_column = tl.full((), _ALL_COLUMNS, tl.int32)
-    if (heat > 0) & usable:
-        peak = tl.div_rn(raw_peak, heat)
-        border = _min_p_border(peak, tl.load(min_p + row))
+    if (temperature > 0) & usable:
+        peak = tl.div_rn(raw_peak, temperature)
+        threshold = _min_p_threshold(peak, tl.load(min_p + row))
         k = tl.load(top_k + row)
         if (k > 0) & (k < vocab_size):
-            kth = _largest_border(
-                row_logits, vocab_size, raw_peak, k.to(tl.float64), heat, peak, border, False, BLOCK
+            kth = _largest_threshold(
+                row_logits,
+                vocab_size,
+                raw_peak,
+                k.to(tl.float64),
+                temperature,
+                peak,
+                threshold,
+                False,
+                BLOCK,
             )
-            border = tl.maximum(border, tl.div_rn(kth, heat))
+            threshold = tl.maximum(threshold, tl.div_rn(kth, temperature))
         mass_share = tl.load(top_p + row)
         if mass_share < 1:
             lowest = tl.full((), float("-inf"), tl.float32)
-            total = _measure(row_logits, vocab_size, lowest, heat, peak, border, True, BLOCK)
-            goal = mass_share.to(tl.float64) * total
-            last = _largest_border(
-                row_logits, vocab_size, raw_peak, goal, heat, peak, border, True, BLOCK
+            total = _measure(
+                row_logits, vocab_size, lowest, temperature, peak, threshold, True, BLOCK
             )
-            border = tl.div_rn(last, heat)
-            num_equal = _num_equal(row_logits, vocab_size, border, goal, heat, peak, BLOCK)
-            last_column = _column_of(row_logits, vocab_size, border, num_equal, heat, BLOCK)
-    tl.store(borders + row, border)
+            goal = mass_share.to(tl.float64) * total
+            last = _largest_threshold(
+                row_logits, vocab_size, raw_peak, goal, temperature, peak, threshold, True, BLOCK
+            )
+            threshold = tl.div_rn(last, temperature)
+            num_equal = _num_equal(
+                row_logits, vocab_size, threshold, goal, temperature, peak, BLOCK
+            )
+            last_column = _column_of(
+                row_logits, vocab_size, threshold, num_equal, temperature, BLOCK
+            )
+    tl.store(thresholds + row, threshold)
     tl.store(last_columns + row, last_column)
 
 
 @triton.jit
-def _min_p_border(peak, min_p):
+def _min_p_threshold(peak, min_p):
     on = min_p > 0
     return tl.where(on, peak + tl.log(tl.where(on, min_p, 1.0)), float("-inf"))
 
 
 @triton.jit
-def _largest_border(
+def _largest_threshold(
     row_logits,
     vocab_size,
     raw_peak,
     enough,
-    heat,
+    temperature,
     peak,
     floor,
     MASS: tl.constexpr,
@@ -100,7 +115,9 @@ def _largest_border(
     for _ in range(32):
         middle = (low + high + 1) >> 1
         value = _flip(middle.to(tl.int32)).to(tl.float32, bitcast=True)
-        reached = _measure(row_logits, vocab_size, value, heat, peak, floor, MASS, BLOCK) >= enough
+        reached = (
+            _measure(row_logits, vocab_size, value, temperature, peak, floor, MASS, BLOCK) >= enough
+        )
         low = tl.where(reached, middle, low)
         high = tl.where(reached, high, middle - 1)
     return _flip(low.to(tl.int32)).to(tl.float32, bitcast=True)
@@ -114,7 +131,7 @@ def _flip(bits):
 
 @triton.jit
 def _measure(
-    row_logits, vocab_size, value, heat, peak, floor, MASS: tl.constexpr, BLOCK: tl.constexpr
+    row_logits, vocab_size, value, temperature, peak, floor, MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """How many logits are `value` or more; or their mass, relative to the most likely token's, as
     far as they are not below `floor` after temperature. float64"""
@@ -123,7 +140,7 @@ def _measure(
         x, inside = _block(row_logits, vocab_size, start, BLOCK)
         counted = inside & (x >= value)
         if MASS:
-            scaled = tl.div_rn(x, heat)
+            scaled = tl.div_rn(x, temperature)
             weights = tl.where(counted & (scaled >= floor), tl.exp(below_peak(scaled, peak)), 0.0)
         else:
             weights = tl.where(counted, 1.0, 0.0)
@@ -132,29 +149,29 @@ def _measure(
 
 
 @triton.jit
-def _num_equal(row_logits, vocab_size, border, goal, heat, peak, BLOCK: tl.constexpr):
-    """How many of the tokens at the border have less than `goal` before them; at least 1."""
+def _num_equal(row_logits, vocab_size, threshold, goal, temperature, peak, BLOCK: tl.constexpr):
+    """How many of the tokens at the threshold have less than `goal` before them; at least 1."""
     sums = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, vocab_size, BLOCK):
         x, inside = _block(row_logits, vocab_size, start, BLOCK)
-        scaled = tl.div_rn(x, heat)
-        above = inside & (scaled > border)
+        scaled = tl.div_rn(x, temperature)
+        above = inside & (scaled > threshold)
         sums += tl.where(above, tl.exp(below_peak(scaled, peak)), 0.0).to(tl.float64)
     mass_above = tl.sum(sums, 0)
-    weight = tl.exp(below_peak(border, peak)).to(tl.float64)
+    weight = tl.exp(below_peak(threshold, peak)).to(tl.float64)
     whole = tl.minimum((goal - mass_above) / weight, 1e9).to(tl.int32)  # fits an int32
     one_more = mass_above + whole.to(tl.float64) * weight < goal
     return tl.maximum(whole + one_more.to(tl.int32), 1)
 
 
 @triton.jit
-def _column_of(row_logits, vocab_size, border, number, heat, BLOCK: tl.constexpr):
-    """The column of the `number`-th token at the border."""
+def _column_of(row_logits, vocab_size, threshold, number, temperature, BLOCK: tl.constexpr):
+    """The column of the `number`-th token at the threshold."""
     seen = tl.full((), 0, tl.int32)
     column = tl.full((), _ALL_COLUMNS, tl.int32)
     for start in range(0, vocab_size, BLOCK):
         x, inside = _block(row_logits, vocab_size, start, BLOCK)
-        equal = inside & (tl.div_rn(x, heat) == border)
+        equal = inside & (tl.div_rn(x, temperature) == threshold)
         running = seen + tl.cumsum(equal.to(tl.int32), 0)
         hit = equal & (running == number)
         columns = tl.where(hit, start + tl.arange(0, BLOCK), _ALL_COLUMNS)

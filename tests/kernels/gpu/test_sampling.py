@@ -1,4 +1,4 @@
-"""Tokens chosen by kernels are those that `speculation` defines, whatever the row holds."""
+"""Tokens sampled by kernels are those that `speculation` defines, whatever the row holds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from tolerance import near
 from torch import Tensor
 
-from peagle.kernels.gpu import choose as fast
+from peagle.kernels.gpu import sampling as fast
+from peagle.kernels.gpu.argmax import find_peaks
 from peagle.kernels.gpu.noise import gumbel, gumbel_of, uniform, vocab_key
-from peagle.kernels.reference import choose as plain
-from peagle.kernels.reference.choose import Chosen, RowRules
+from peagle.kernels.reference import sampling as reference
+from peagle.kernels.reference.sampling import SampledTokens, SamplingMetadata
 from peagle.speculation.noise import gumbel_noise, uniform_noise
 from peagle.speculation.sampling import SamplingRows, filter_logits
 
@@ -29,13 +30,13 @@ EXAMPLES = 300 if DEVICE == "cuda" else 5  # the interpreter takes a third of a 
 Setting = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
 
 
-def make_rules(row_settings: list[Setting], seed: int = 7) -> RowRules:
+def make_metadata(row_settings: list[Setting], seed: int = 7) -> SamplingMetadata:
     temperature, top_k, top_p, min_p = zip(*row_settings, strict=True)
     rows = torch.arange(len(row_settings))
     floats = [torch.tensor(column, dtype=torch.float32) for column in (temperature, top_p, min_p)]
     keys = seed * 1_000_003 + rows * 7919, rows % 5
-    rules = RowRules(floats[0], torch.tensor(top_k), floats[1], floats[2], *keys)
-    return RowRules(*(rule.to(DEVICE) for rule in rules))
+    metadata = SamplingMetadata(floats[0], torch.tensor(top_k), floats[1], floats[2], *keys)
+    return SamplingMetadata(*(column.to(DEVICE) for column in metadata))
 
 
 def random_logits(rows: int, vocab_size: int, scale: float = 3.0, seed: int = 0) -> Tensor:
@@ -43,32 +44,36 @@ def random_logits(rows: int, vocab_size: int, scale: float = 3.0, seed: int = 0)
     return torch.randn(rows, vocab_size, generator=generator).mul(scale).to(DEVICE)
 
 
-def assert_same_choice(
+def assert_same_tokens(
     logits: Tensor,
-    rules: RowRules | None,
+    metadata: SamplingMetadata | None,
     ids: Tensor | None = None,
     filters: bool = True,
     chunk: int = CHUNK,
     block: int = BLOCK,
 ) -> None:
-    expected = plain.choose_tokens(logits, rules, ids, filters=filters)
-    actual = fast.choose_in_chunks(logits, rules, ids, filters, chunk, block)
-    assert_same(actual, expected, logits, rules, ids)
+    expected = reference.sample_tokens(logits, metadata, ids, filters=filters)
+    actual = fast.sample_in_chunks(logits, metadata, ids, filters, chunk, block)
+    assert_same(actual, expected, logits, metadata, ids)
 
 
-def assert_same(actual: Chosen, expected: Chosen, logits: Tensor, rules, ids) -> None:
+def assert_same(
+    actual: SampledTokens, expected: SampledTokens, logits: Tensor, metadata, ids
+) -> None:
     """Equal tokens; where they are not, the definition's scores of both must be a near tie."""
     assert actual.usable.tolist() == expected.usable.tolist()
     for row in (actual.token_ids != expected.token_ids).nonzero().flatten().tolist():
-        assert rules is not None, "greedy choices have no rounding"
-        gap = score_gap(logits, rules, ids, row, actual.token_ids[row], expected.token_ids[row])
+        assert metadata is not None, "greedy tokens have no rounding"
+        gap = score_gap(logits, metadata, ids, row, actual.token_ids[row], expected.token_ids[row])
         print(f"row {row}: near tie, gap {gap}")  # noqa: T201
         assert gap < NEAR_TIE
 
 
-def score_gap(logits, rules: RowRules, ids, row: int, token: Tensor, other: Tensor) -> float:
+def score_gap(
+    logits, metadata: SamplingMetadata, ids, row: int, token: Tensor, other: Tensor
+) -> float:
     """How far apart two tokens' scores are by the definition; inf if one was filtered away."""
-    own = RowRules(*(rule[row : row + 1] for rule in rules))
+    own = SamplingMetadata(*(column[row : row + 1] for column in metadata))
     filtered = filter_logits(logits[row : row + 1], SamplingRows(*own[:4]))[0].double()
     columns = torch.arange(len(filtered), device=logits.device) if ids is None else ids
     noise = gumbel_noise(own.seeds, own.positions, int(columns.max()) + 1)[0, columns]
@@ -128,20 +133,20 @@ def test_the_lowest_id_wins_among_equals_within_and_across_chunks() -> None:
     logits[0, [19, 21, 69]] = 2.0
     logits[1, [15, 16]] = 2.0
     logits[2, 69] = 2.0
-    chosen = fast.choose_in_chunks(logits, None, None, False, CHUNK, BLOCK)
-    assert chosen.token_ids.tolist() == [19, 15, 69, 0]
-    assert chosen.usable.all()
+    sampled = fast.sample_in_chunks(logits, None, None, False, CHUNK, BLOCK)
+    assert sampled.token_ids.tolist() == [19, 15, 69, 0]
+    assert sampled.usable.all()
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_nothing_is_chosen_from_a_row_with_a_nan_wherever_it_stands(sampled: bool) -> None:
+def test_nothing_is_sampled_from_a_row_with_a_nan_wherever_it_stands(sampled: bool) -> None:
     logits = random_logits(7, 36)
     logits[torch.arange(6), torch.tensor([0, 1, 15, 16, 33, 35])] = NAN
-    rules = make_rules([(1.0, 0, 1.0, 0.0)] * 7) if sampled else None
-    chosen = fast.choose_in_chunks(logits, rules, None, False, CHUNK, BLOCK)
-    assert chosen.usable.tolist() == [False] * 6 + [True]
-    assert chosen.token_ids[:6].tolist() == [0] * 6
-    assert_same_choice(logits, rules, filters=False)
+    metadata = make_metadata([(1.0, 0, 1.0, 0.0)] * 7) if sampled else None
+    sampled = fast.sample_in_chunks(logits, metadata, None, False, CHUNK, BLOCK)
+    assert sampled.usable.tolist() == [False] * 6 + [True]
+    assert sampled.token_ids[:6].tolist() == [0] * 6
+    assert_same_tokens(logits, metadata, filters=False)
 
 
 @pytest.mark.parametrize("with_ids", [False, True])
@@ -151,11 +156,11 @@ def test_rows_that_admit_no_token_are_reported(with_ids: bool) -> None:
     logits[3], logits[3, 33] = -INF, -5.0
     logits[4] = NAN
     ids = torch.arange(40, device=DEVICE) + 9 if with_ids else None
-    for rules in (None, make_rules([(0.5, 0, 1.0, 0.1)] * 6)):
-        chosen = fast.choose_in_chunks(logits, rules, ids, True, CHUNK, BLOCK)
-        assert chosen.usable.tolist() == [False, False, False, True, False, True]
-        assert chosen.token_ids[[0, 1, 2, 4]].tolist() == [0] * 4
-        assert chosen.token_ids[3] == (33 + 9 if with_ids else 33)
+    for metadata in (None, make_metadata([(0.5, 0, 1.0, 0.1)] * 6)):
+        sampled = fast.sample_in_chunks(logits, metadata, ids, True, CHUNK, BLOCK)
+        assert sampled.usable.tolist() == [False, False, False, True, False, True]
+        assert sampled.token_ids[[0, 1, 2, 4]].tolist() == [0] * 4
+        assert sampled.token_ids[3] == (33 + 9 if with_ids else 33)
 
 
 # --- sampled
@@ -188,25 +193,25 @@ MIXED: list[Setting] = [
 @settings(max_examples=EXAMPLES)
 def test_any_row_under_any_filters_gives_the_token_of_the_definition(rows, seed: int) -> None:
     logits = torch.tensor([row for row, _ in rows], dtype=torch.float32, device=DEVICE)
-    rules = make_rules([setting for _, setting in rows], seed)
-    assert_same_choice(logits, rules)
+    metadata = make_metadata([setting for _, setting in rows], seed)
+    assert_same_tokens(logits, metadata)
 
 
 @given(st.lists(st.tuples(ROWS, SETTINGS), min_size=1, max_size=2), st.integers(0, 999))
 @settings(max_examples=EXAMPLES)
 def test_any_row_without_filters_gives_the_token_of_the_definition(rows, seed: int) -> None:
     logits = torch.tensor([row for row, _ in rows], dtype=torch.float32, device=DEVICE)
-    rules = make_rules([(setting[0], 0, 1.0, 0.0) for _, setting in rows], seed)
-    assert_same_choice(logits, rules, filters=False)
-    assert_same_choice(logits, rules, IDS.to(DEVICE), filters=False)
+    metadata = make_metadata([(setting[0], 0, 1.0, 0.0) for _, setting in rows], seed)
+    assert_same_tokens(logits, metadata, filters=False)
+    assert_same_tokens(logits, metadata, IDS.to(DEVICE), filters=False)
 
 
 def test_of_an_even_row_a_nucleus_keeps_the_lowest_ids() -> None:
-    """The tied tokens of the border lie in several blocks."""
+    """The tied tokens of the threshold lie in several blocks."""
     logits = torch.zeros(1, 200, device=DEVICE)
-    rules = make_rules([(1.0, 0, 0.75, 0.0)])
-    chunks = fast._find_peaks(logits, CHUNK)
-    assert fast._find_borders(logits, rules, chunks, 64).last_columns.tolist() == [149]
+    metadata = make_metadata([(1.0, 0, 0.75, 0.0)])
+    chunks = find_peaks(logits, CHUNK)
+    assert fast._find_thresholds(logits, metadata, chunks, 64).last_columns.tolist() == [149]
 
 
 def test_noise_is_that_of_the_targets_ids() -> None:
@@ -214,41 +219,41 @@ def test_noise_is_that_of_the_targets_ids() -> None:
     ids = torch.tensor([2, 3, 11, 29, 30, 44, 71, 90, 99], device=DEVICE)
     logits = random_logits(20, len(ids), 1.0)
     whole = torch.full((20, 100), -INF, device=DEVICE).index_copy(1, ids, logits)
-    rules = make_rules([(1.0, 0, 1.0, 0.0)] * 20)
-    reduced = fast.choose_in_chunks(logits, rules, ids, False, CHUNK, BLOCK)
-    banned = fast.choose_in_chunks(whole, rules, None, False, 128, BLOCK)
+    metadata = make_metadata([(1.0, 0, 1.0, 0.0)] * 20)
+    reduced = fast.sample_in_chunks(logits, metadata, ids, False, CHUNK, BLOCK)
+    banned = fast.sample_in_chunks(whole, metadata, None, False, 128, BLOCK)
     assert reduced.token_ids.tolist() == banned.token_ids.tolist()
     assert len(set(reduced.token_ids.tolist())) > 4
 
 
 def test_random_rows_are_sampled_as_the_definition_does() -> None:
     logits = random_logits(30, 300, 1.5)
-    assert_same_choice(logits, make_rules([(0.9, 0, 1.0, 0.0)] * 30), filters=False, chunk=256)
+    assert_same_tokens(logits, make_metadata([(0.9, 0, 1.0, 0.0)] * 30), filters=False, chunk=256)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_logits_are_chosen_from_as_they_are(dtype: torch.dtype) -> None:
+def test_half_precision_logits_are_sampled_from_as_they_are(dtype: torch.dtype) -> None:
     logits = random_logits(4, 90).to(dtype)
-    rules = make_rules([(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0)] * 2)
-    assert_same_choice(logits, None)
-    assert_same_choice(logits, rules, filters=False)
-    assert_same_choice(logits[:1], make_rules([(1.0, 9, 0.7, 0.0)]))
+    metadata = make_metadata([(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0)] * 2)
+    assert_same_tokens(logits, None)
+    assert_same_tokens(logits, metadata, filters=False)
+    assert_same_tokens(logits[:1], make_metadata([(1.0, 9, 0.7, 0.0)]))
 
 
 def test_rows_may_lie_apart_in_memory() -> None:
     wide = random_logits(3, 120)
     wide[:, 50:] = 99.0
-    assert_same_choice(wide[:, :50], None)
-    assert_same_choice(wide[::2, :50], make_rules([(1.0, 9, 0.8, 0.0)] * 2))
+    assert_same_tokens(wide[:, :50], None)
+    assert_same_tokens(wide[::2, :50], make_metadata([(1.0, 9, 0.8, 0.0)] * 2))
 
 
 def test_a_row_depends_neither_on_its_neighbours_nor_on_the_chunks() -> None:
     logits = random_logits(4, 70)
-    rules = make_rules(MIXED)
+    metadata = make_metadata(MIXED)
     alone = [
-        fast.choose_in_chunks(
+        fast.sample_in_chunks(
             logits[row : row + 1],
-            RowRules(*(rule[row : row + 1] for rule in rules)),
+            SamplingMetadata(*(column[row : row + 1] for column in metadata)),
             None,
             True,
             CHUNK,
@@ -257,17 +262,17 @@ def test_a_row_depends_neither_on_its_neighbours_nor_on_the_chunks() -> None:
         for row in (0, 1, 3)
     ]
     logits[2] = NAN
-    chosen = fast.choose_in_chunks(logits, rules, None, True, 128, BLOCK)
-    assert [chosen.token_ids[row].item() for row in (0, 1, 3)] == alone
+    sampled = fast.sample_in_chunks(logits, metadata, None, True, 128, BLOCK)
+    assert [sampled.token_ids[row].item() for row in (0, 1, 3)] == alone
 
 
 def test_inputs_are_left_alone() -> None:
-    logits, rules = random_logits(1, 40), make_rules([(1.0, 5, 1.0, 0.1)])
-    before = [logits.clone(), *(rule.clone() for rule in rules)]
-    fast.choose_tokens(logits, rules)
-    fast.choose_with_laws(logits, rules, None, torch.empty_like(logits))
-    fast.token_laws(logits, rules)
-    assert all(torch.equal(a, b) for a, b in zip(before, [logits, *rules], strict=True))
+    logits, metadata = random_logits(1, 40), make_metadata([(1.0, 5, 1.0, 0.1)])
+    before = [logits.clone(), *(column.clone() for column in metadata)]
+    fast.sample_tokens(logits, metadata)
+    fast.sample_with_probs(logits, metadata, None, torch.empty_like(logits))
+    fast.token_probs(logits, metadata)
+    assert all(torch.equal(a, b) for a, b in zip(before, [logits, *metadata], strict=True))
 
 
 # --- real sizes
@@ -276,36 +281,40 @@ def test_inputs_are_left_alone() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 9, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_real_vocabulary_is_chosen_from_as_on_the_cpu(rows: int, dtype: torch.dtype) -> None:
+def test_a_real_vocabulary_is_sampled_from_as_on_the_cpu(rows: int, dtype: torch.dtype) -> None:
     logits = random_logits(rows, 49_152, 2.0).to(dtype)
-    rules = make_rules((MIXED * rows)[:rows])
-    off = make_rules([(1.0, 0, 1.0, 0.0)] * rows)
-    for row_rules, filters in ((None, False), (rules, True), (off, False), (off, True)):
-        on_cpu = None if row_rules is None else RowRules(*(rule.cpu() for rule in row_rules))
-        expected = plain.choose_tokens(logits.cpu(), on_cpu, None, filters=filters)
-        actual = fast.choose_tokens(logits, row_rules, None, filters=filters)
-        on_host = Chosen(*(x.cpu() for x in actual))
+    metadata = make_metadata((MIXED * rows)[:rows])
+    off = make_metadata([(1.0, 0, 1.0, 0.0)] * rows)
+    for row_metadata, filters in ((None, False), (metadata, True), (off, False), (off, True)):
+        on_cpu = (
+            None
+            if row_metadata is None
+            else SamplingMetadata(*(column.cpu() for column in row_metadata))
+        )
+        expected = reference.sample_tokens(logits.cpu(), on_cpu, None, filters=filters)
+        actual = fast.sample_tokens(logits, row_metadata, None, filters=filters)
+        on_host = SampledTokens(*(x.cpu() for x in actual))
         assert_same(on_host, expected, logits.cpu(), on_cpu, None)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("filters", [False, True])
-def test_choosing_can_be_captured_in_a_cuda_graph(filters: bool) -> None:
-    logits, rules = random_logits(4, 49_152), make_rules(MIXED)
-    eager = fast.choose_tokens(logits, rules, filters=filters)
-    law = fast.token_laws(logits, rules, filters=filters).probabilities
-    drawn = torch.empty_like(law)
+def test_sampling_can_be_captured_in_a_cuda_graph(filters: bool) -> None:
+    logits, metadata = random_logits(4, 49_152), make_metadata(MIXED)
+    eager = fast.sample_tokens(logits, metadata, filters=filters)
+    probs = fast.token_probs(logits, metadata, filters=filters).probs
+    drawn = torch.empty_like(probs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = fast.choose_tokens(logits, rules, filters=filters)
-        captured_law = fast.token_laws(logits, rules, filters=filters).probabilities
-        fast.choose_with_laws(logits, rules, None, drawn, filters=filters)
+        captured = fast.sample_tokens(logits, metadata, filters=filters)
+        captured_probs = fast.token_probs(logits, metadata, filters=filters).probs
+        fast.sample_with_probs(logits, metadata, None, drawn, filters=filters)
     graph.replay()
     assert torch.equal(captured.token_ids, eager.token_ids)
-    assert torch.equal(captured_law, law)
-    assert torch.equal(drawn, law)
-    rules.seeds.add_(1)
+    assert torch.equal(captured_probs, probs)
+    assert torch.equal(drawn, probs)
+    metadata.seeds.add_(1)
     graph.replay()
     assert torch.equal(
-        captured.token_ids, fast.choose_tokens(logits, rules, filters=filters).token_ids
+        captured.token_ids, fast.sample_tokens(logits, metadata, filters=filters).token_ids
     )

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.kernels.reference import row_copies as plain
+from peagle.kernels.reference import gather as reference
 
 from .batch_cases import DEVICE, EXAMPLES
 
-gpu = pytest.importorskip("peagle.kernels.gpu.row_copies")
+gpu = pytest.importorskip("peagle.kernels.gpu.gather")
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -30,7 +30,7 @@ def test_expand_rows_equals_its_reference(
     mask = torch.randn(size, generator=generator).to(DEVICE, dtype)
     num_real = torch.randint(given_rows + 1, (batch,), generator=generator).to(DEVICE)
     ours = gpu.expand_rows(real, num_real, mask, num_rows)
-    assert torch.equal(ours, plain.expand_rows(real, num_real, mask, num_rows))
+    assert torch.equal(ours, reference.expand_rows(real, num_real, mask, num_rows))
 
 
 @pytest.mark.parametrize("size", [1024, 1500])
@@ -38,7 +38,7 @@ def test_expand_rows_of_more_than_one_tile(size: int) -> None:
     real, mask = torch.randn(2, 2, size, device=DEVICE), torch.randn(size, device=DEVICE)
     num_real = torch.tensor([1, 2], device=DEVICE)
     ours = gpu.expand_rows(real, num_real, mask, 3)
-    assert torch.equal(ours, plain.expand_rows(real, num_real, mask, 3))
+    assert torch.equal(ours, reference.expand_rows(real, num_real, mask, 3))
 
 
 @pytest.mark.parametrize("size", [1, 6, 1500])
@@ -48,7 +48,7 @@ def test_embed_rows_equals_its_reference(size: int) -> None:
     num_real = torch.tensor([0, 1, 2, 3], device=DEVICE)
     for num_rows in (2, 5):
         arguments = (table, token_ids, num_real, mask, num_rows)
-        assert torch.equal(gpu.embed_rows(*arguments), plain.embed_rows(*arguments))
+        assert torch.equal(gpu.embed_rows(*arguments), reference.embed_rows(*arguments))
 
 
 @pytest.mark.parametrize("size", [1, 6, 1500])
@@ -57,7 +57,7 @@ def test_embed_tokens_equals_its_reference(size: int, depth: int) -> None:
     table = torch.randn(9, size, device=DEVICE)
     first, others = torch.randint(9, (4,)).to(DEVICE), torch.randint(9, (4, depth)).to(DEVICE)
     assert torch.equal(
-        gpu.embed_tokens(table, first, others), plain.embed_tokens(table, first, others)
+        gpu.embed_tokens(table, first, others), reference.embed_tokens(table, first, others)
     )
 
 
@@ -66,7 +66,7 @@ def test_pick_rows_equals_its_reference(rows: int, count: int, size: int) -> Non
     num_real = torch.tensor([0, 1, 2, rows], device=DEVICE)  # none, some, all of a slot's rows
     hidden = torch.randn(4 * rows, size, device=DEVICE)
     arguments = (hidden, num_real, rows, count)
-    assert torch.equal(gpu.pick_rows(*arguments), plain.pick_rows(*arguments))
+    assert torch.equal(gpu.pick_rows(*arguments), reference.pick_rows(*arguments))
 
 
 def test_picked_rows_begin_at_the_last_real_one() -> None:
@@ -74,6 +74,6 @@ def test_picked_rows_begin_at_the_last_real_one() -> None:
     num_real = torch.tensor([3, 1], device=DEVICE)
     for picked in (
         gpu.pick_rows(hidden, num_real, 5, 2),
-        plain.pick_rows(hidden, num_real, 5, 2),
+        reference.pick_rows(hidden, num_real, 5, 2),
     ):
         assert picked[:, 0].tolist() == [2, 3, 5, 6]

@@ -1,4 +1,4 @@
-"""The filtered law equals a slow, obvious one; what is drawn follows it; rows stand alone."""
+"""The filtered distribution equals a slow one; what is drawn follows it; rows stand alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from peagle.speculation.sampling import (
 )
 
 INF = math.inf
-NEAR = rounding(terms=12)  # float32 may decide either way when a border is nearer than this
+NEAR = rounding(terms=12)  # float32 may decide either way when a threshold is nearer than this
 
 
 def make_rows(*settings_: tuple[float, int, float, float]) -> SamplingRows:
@@ -39,15 +39,15 @@ def softmax(logits: list[float]) -> list[float]:
     return [w / sum(weights) for w in weights]
 
 
-def slow_law(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float):
-    """Temperature, min-p, top-k, top-p in float64; skips examples too near to a border."""
+def slow_probs(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float):
+    """Temperature, min-p, top-k, top-p in float64; skips examples too near to a threshold."""
     logits = [x / temperature for x in logits]
     probs = softmax(logits)
     assume(all(p == 0 or abs(p / max(probs) - min_p) > NEAR for p in probs) or min_p in (0, 1))
     logits = [-INF if p < min_p * max(probs) else x for x, p in zip(logits, probs, strict=True)]
     if 0 < top_k < len(logits):
-        border = sorted(logits, reverse=True)[top_k - 1]
-        logits = [-INF if x < border else x for x in logits]
+        threshold = sorted(logits, reverse=True)[top_k - 1]
+        logits = [-INF if x < threshold else x for x in logits]
     if top_p < 1:
         logits = slow_top_p(logits, top_p)
     return softmax(logits)
@@ -76,24 +76,24 @@ SETTINGS = st.tuples(
 )
 
 
-def assert_law(actual: Tensor, expected: list[float]) -> None:
+def assert_distribution(actual: Tensor, expected: list[float]) -> None:
     assert [p > 0 for p in actual.tolist()] == [p > 1e-30 for p in expected]
     torch.testing.assert_close(actual, torch.tensor(expected), **near(terms=12))
 
 
 @given(LOGITS, SETTINGS)
 @settings(max_examples=400)
-def test_filtered_law_equals_the_slow_one(logits: list[float], setting) -> None:
-    expected = slow_law(logits, *setting)
+def test_filtered_distribution_equals_the_slow_one(logits: list[float], setting) -> None:
+    expected = slow_probs(logits, *setting)
     filtered = filter_logits(torch.tensor([logits]), make_rows(setting))
-    assert_law(probabilities(filtered)[0], expected)
+    assert_distribution(probabilities(filtered)[0], expected)
 
 
 @pytest.mark.parametrize(
     ("setting", "kept"),
     [
         ((1.0, 0, 1.0, 0.0), {0, 1, 2, 3, 4}),
-        ((1.0, 2, 1.0, 0.0), {1, 2, 3}),  # 2 and 3 tie at the border: both stay
+        ((1.0, 2, 1.0, 0.0), {1, 2, 3}),  # 2 and 3 tie at the threshold: both stay
         ((1.0, 3, 1.0, 0.0), {1, 2, 3}),
         ((1.0, 1, 1.0, 0.0), {1}),
         ((1.0, 99, 1.0, 0.0), {0, 1, 2, 3, 4}),
@@ -133,13 +133,13 @@ def test_a_row_does_not_depend_on_its_neighbours(row_settings, seed: int) -> Non
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 6.0])
-def test_quick_and_plain_nucleus_agree(scale: float) -> None:
+def test_the_quick_nucleus_equals_the_whole_one(scale: float) -> None:
     logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(1)).mul(scale)
     logits[3:] = logits[3:].bfloat16().float()  # many ties
     top_p = torch.tensor([0.1, 0.5, 0.9, 0.3, 0.9, 0.999])
-    plain = sampling._keep_top_p(logits, top_p, candidates=3000)
+    whole = sampling._keep_top_p(logits, top_p, candidates=3000)
     for candidates in (1, 7, 512):
-        assert torch.equal(sampling._keep_top_p(logits, top_p, candidates), plain)
+        assert torch.equal(sampling._keep_top_p(logits, top_p, candidates), whole)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_penalties_are_taken_per_row() -> None:
 # --- drawing
 
 MODES = {
-    "plain": (1.0, 0, 1.0, 0.0),
+    "unfiltered": (1.0, 0, 1.0, 0.0),
     "hot": (2.0, 0, 1.0, 0.0),
     "top_k": (1.0, 3, 1.0, 0.0),
     "top_p": (0.7, 0, 0.8, 0.0),
@@ -215,7 +215,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("penalised", [False, True])
-def test_what_is_drawn_follows_the_law(mode: str, penalised: bool) -> None:
+def test_what_is_drawn_follows_the_distribution(mode: str, penalised: bool) -> None:
     n, v = 60_000, 8
     logits = torch.tensor([[1.5, 0.3, -0.5, 2.0, -INF, 1.0, 0.9, -2.0]])
     if penalised:  # and biased, as logit_bias does it: added before the penalties
