@@ -21,13 +21,13 @@ WEIGHTS = st.lists(st.sampled_from([0.0, 0.1, 1.0, 3.0]), min_size=4, max_size=4
 
 
 @pytest.mark.parametrize(
-    ("given_text", "from_laws"),
+    ("given_text", "from_distributions"),
     [(rejection_given_text, rejection_acceptance), (coupled_given_text, coupled_acceptance)],
 )
 @given(WEIGHTS, WEIGHTS)
 def test_the_mean_over_the_targets_tokens_is_the_acceptance_of_the_distributions(
     given_text: Callable[[Tensor, Tensor, Tensor], Tensor],
-    from_laws: Callable[[Tensor, Tensor], Tensor],
+    from_distributions: Callable[[Tensor, Tensor], Tensor],
     first: list[float],
     second: list[float],
 ) -> None:
@@ -36,4 +36,4 @@ def test_the_mean_over_the_targets_tokens_is_the_acceptance_of_the_distributions
     tokens = torch.arange(len(p))
     chances = given_text(p.expand(len(p), -1), q.expand(len(p), -1), tokens)
     assert ((chances >= 0) & (chances <= 1 + 1e-12)).all()
-    torch.testing.assert_close((p * chances).sum(), from_laws(p, q))
+    torch.testing.assert_close((p * chances).sum(), from_distributions(p, q))

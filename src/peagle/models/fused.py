@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from peagle.kernels.cpu.layers import LayersKernel, fits_kernel, kernel_takes, layers_function
 from peagle.kernels.layer_tensors import LayerTensors, Projection
 from peagle.kernels.policy import FAST, Policy, gpu_takes
-from peagle.models.attention import Attention, CachedAttention
+from peagle.models.attention import Attention, CachedAttention, RowsAttention
 from peagle.models.fp8 import Fp8Linear
 from peagle.models.layers import DecoderLayer, GatedMLP, RMSNorm, RotaryEmbedding, SelfAttention
-from peagle.models.rows_attention import RowsAttention
 
 
 class Layer(Protocol):

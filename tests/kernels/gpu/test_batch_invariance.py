@@ -40,9 +40,9 @@ from peagle.kernels.reference.attention import paged_attention as reference_atte
 from peagle.kernels.reference.linear import Norm
 from peagle.kernels.rows import PagedRows, RowGroups
 from peagle.models import fused, layers
+from peagle.models.attention import RowsAttention
 from peagle.models.binding import bind_kernels
 from peagle.models.config import DecoderConfig
-from peagle.models.rows_attention import RowsAttention
 from peagle.models.target import TargetModel
 
 ON_GPU = DEVICE.type == "cuda"

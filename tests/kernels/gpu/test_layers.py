@@ -18,9 +18,9 @@ from peagle.kernels.gpu import layers as gpu_layers
 from peagle.kernels.policy import BATCH_INVARIANT, FAST
 from peagle.kernels.rows import PagedRows, RowGroups
 from peagle.models import fused
+from peagle.models.attention import RowsAttention
 from peagle.models.config import DecoderConfig
 from peagle.models.eagle import EagleNetwork
-from peagle.models.rows_attention import RowsAttention
 from peagle.models.target import TargetModel
 
 SIZES: dict[str, Any] = {

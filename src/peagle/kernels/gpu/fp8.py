@@ -71,7 +71,7 @@ def product(
 ) -> Sums:
     """Quantised rows times weight [O, I] in FP8 with scales [O, 1]. I and O: multiples of 16.
 
-    Near the reference's result, not equal to it: see fp8_product.py.
+    Near the reference's result, not equal to it: see above.
     """
     num_rows = rows.values.shape[0]
     if num_rows <= MAX_FEW_ROWS:
