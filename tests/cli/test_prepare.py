@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from train.endpoint_server import completion, serving
+from prepare.endpoint_server import completion, serving
 
 from peagle.data.dataset import Dataset, read_manifest
 
@@ -73,7 +73,7 @@ def test_an_endpoint_answers_instead(
     [
         ({"--prompts": "/missing.jsonl"}, "no prompts at /missing.jsonl"),
         ({"--model": "/missing"}, "there is no folder /missing"),
-        ({"--endpoint": "localhost"}, "is no address"),
+        ({"--endpoint": "localhost"}, "is not an address"),
         ({"--endpoint-key-env": "UNSET", "--endpoint": "http://x"}, "UNSET is not set"),
         ({"--temperature": "-1"}, "temperature=-1.0 is out of range"),
         ({"--max-prompt-tokens": "2"}, "no prompt was answered"),

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from peagle.errors import ConfigError
-from peagle.train.footprint import Footprint, footprint
 from peagle.train.forecast import disk_use, forecast, run_length
 from peagle.train.inputs import open_inputs
+from peagle.train.memory import Footprint, footprint
 from peagle.train.setup import assemble
 from train import tiny
 

@@ -14,10 +14,11 @@ from peagle.data.packing import PackedRow
 from peagle.errors import ConfigError
 from peagle.models.eagle import EagleNetwork, SharedTables
 from peagle.models.head_config import HeadConfig
-from peagle.train import eagle3, p_eagle
+from peagle.teacher_forcing import draft_model as eagle3
+from peagle.teacher_forcing import draft_model as p_eagle
+from peagle.teacher_forcing.draft_model import DraftModel
+from peagle.teacher_forcing.features import Features
 from peagle.train.cod import retentions
-from peagle.train.compiling import checkpoint_activations
-from peagle.train.features import Features
 from peagle.train.losses import ChunkedLoss, Tables, Truth
 from peagle.train.memory import (
     feature_bytes,
@@ -28,9 +29,10 @@ from peagle.train.memory import (
     row_bytes,
     state_bytes,
 )
-from peagle.train.objective import DraftModel, Eagle3Planner, PEaglePlanner, PlannedRow
 from peagle.train.optimizer import build_optimizer
+from peagle.train.planner import Eagle3Planner, PEaglePlanner, PlannedRow
 from peagle.train.recipe import OptimizerSection
+from peagle.train.setup import checkpoint_activations
 from peagle.train.trainer import Trainer
 from train import tiny
 from train.live_memory import KernelAttention, LiveBytes

@@ -54,7 +54,7 @@ def test_a_mistake_is_named(options: dict[str, object], message: str) -> None:
 def test_an_override_without_section_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
     file.write_text("")
-    with pytest.raises(ConfigError, match="is no override"):
+    with pytest.raises(ConfigError, match="is not an override"):
         load_recipe(file, ["steps=3"])
     with pytest.raises(ConfigError, match="no recipe"):
         load_recipe(tmp_path / "missing.yaml")
@@ -63,7 +63,7 @@ def test_an_override_without_section_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "overrides", "message"),
     [
-        ("- a\n- b\n", [], "is no recipe"),
+        ("- a\n- b\n", [], "is not a recipe"),
         ("a: [", [], "is not valid YAML"),
         ("loss: 3\n", ["loss.kind=ce"], "section 'loss'"),
         ("", ["loss.kind=["], "holds no YAML value"),

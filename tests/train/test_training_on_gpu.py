@@ -11,12 +11,13 @@ from peagle.data.packing import PackedRow
 from peagle.models.attention import Attention, MaskedAttention
 from peagle.models.eagle import EagleNetwork
 from peagle.models.masks import Elements, dense_mask
-from peagle.train import eagle3, p_eagle
-from peagle.train.attention import attention_for
-from peagle.train.cod import draw_depths, retentions, supervised_runs
-from peagle.train.features import Features, OnlineFeatures
-from peagle.train.loop import Run
-from peagle.train.segments import Shapes, build_segments
+from peagle.teacher_forcing import draft_model as eagle3
+from peagle.teacher_forcing import draft_model as p_eagle
+from peagle.teacher_forcing.attention import attention_for
+from peagle.teacher_forcing.features import Features, OnlineFeatures
+from peagle.teacher_forcing.partition import Shapes, build_segments, supervised_runs
+from peagle.train.cod import draw_depths, retentions
+from peagle.train.loop import TrainingRun
 from peagle.train.setup import assemble
 from train import tiny
 
@@ -53,10 +54,10 @@ def test_flex_attention_trains_like_dense_attention(monkeypatch: pytest.MonkeyPa
     (segment,) = build_segments(row, counts, [0, 640], torch.ones(4), Shapes(row_multiple=128))
     segment = segment.to(CUDA)
     assert not isinstance(attention_for(segment.elements, segment.positions), MaskedAttention)
-    flex = p_eagle.charged_states(network, segment, features)
+    flex = p_eagle.loss_states(network, segment, features)
     flex_gradient = gradient(network, flex)
     monkeypatch.setattr(p_eagle, "attention_for", dense)
-    plain = p_eagle.charged_states(network, segment, features)
+    plain = p_eagle.loss_states(network, segment, features)
     torch.testing.assert_close(flex, plain, atol=2e-3, rtol=2e-3)
     torch.testing.assert_close(flex_gradient, gradient(network, plain), atol=1e-3, rtol=1e-2)
 
@@ -90,4 +91,4 @@ def test_a_compiled_run_learns_in_bf16(method: str, tmp_path: Path) -> None:
         run={"device": "cuda"},
     )
     model = tiny.target(torch.bfloat16, head_dim=16).to(CUDA)
-    assert Run(assemble(recipe, model, tiny.ROPE))().best > 1.5
+    assert TrainingRun(assemble(recipe, model, tiny.ROPE))().best > 1.5

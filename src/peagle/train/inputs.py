@@ -8,12 +8,11 @@ from typing import Any
 
 from peagle.checkpoints.layerless import decoder_sizes
 from peagle.checkpoints.references import load_config, resolve_model
-from peagle.data.dataset import Dataset
+from peagle.data.dataset import Dataset, check_tokens
 from peagle.errors import DataError
 from peagle.models.config import DecoderConfig
 from peagle.models.head_config import HeadConfig
 from peagle.train.head import head_config
-from peagle.train.offline import check_tokens
 from peagle.train.recipe import Recipe
 
 CHECKED_ROWS = 256  # whose tokens are compared with the target's vocabulary

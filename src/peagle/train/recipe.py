@@ -190,12 +190,12 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(options, dict):
-        raise ConfigError(f"{path} is no recipe", hint="it should hold sections, as in recipes/")
+        raise ConfigError(f"{path} is not a recipe", hint="it should hold sections, as in recipes/")
     for override in overrides:
         name, equals, value = override.partition("=")
         section, dot, key = name.partition(".")
         if not (equals and dot):
-            raise ConfigError(f"{override!r} is no override", hint="write section.key=value")
+            raise ConfigError(f"{override!r} is not an override", hint="write section.key=value")
         values = options.setdefault(section, {})
         if not isinstance(values, dict):
             raise ConfigError(f"section {section!r} of the recipe is not a mapping")
