@@ -19,6 +19,7 @@ from peagle.teacher_forcing.partition import (
     build_segments,
     segment_sizes,
     supervised_runs,
+    unrolled_segment,
 )
 from peagle.train.cod import draw_depths, retentions
 from peagle.train.losses import ChunkedLoss
@@ -77,6 +78,26 @@ def test_balanced_boundaries_make_the_largest_segment_smallest(
     under = boundaries_under(row, counts, best)
     assert max(segment_sizes(row, counts, under)) <= best
     assert len(under) - 1 <= num_segments
+
+
+def test_no_further_pass_is_made_where_it_would_not_make_the_largest_smaller() -> None:
+    # The last token's context is the whole row: cut anywhere, one segment has all 40 rows.
+    row = tiny.packed([40], 40)
+    boundaries = balanced_boundaries(row, torch.ones(40, dtype=torch.long), 3)
+    assert segment_sizes(row, torch.ones(40, dtype=torch.long), boundaries) == [40, 0, 0]
+
+
+@given(rows, st.integers(0, 9), st.lists(st.integers(0, 40), max_size=2))
+def test_each_loss_row_has_the_weight_of_its_own_depth(
+    row: PackedRow, seed: int, cuts: list[int]
+) -> None:
+    counts, weights = counts_of(row, seed), torch.tensor([1.0, 0.5, 0.25, 0.125])
+    segments = build_segments(row, counts, [0, *sorted(cuts), 40], weights)
+    for segment in [*segments, unrolled_segment(row, counts, weights)]:
+        depths = segment.elements.depth[segment.rows]
+        assert segment.weights.tolist() == [0.5 ** int(d) for d in depths]
+    total = sum(0.5**d for count in counts.tolist() for d in range(count))
+    assert sum(float(s.weights.sum()) for s in segments) == pytest.approx(total)
 
 
 def gradients(num_segments: int, packed: list[PackedRow]) -> tuple[float, dict[str, torch.Tensor]]:

@@ -36,12 +36,18 @@ def elements(counts: torch.Tensor) -> set[tuple[int, int]]:
     return {(slot, d) for slot, count in enumerate(counts.tolist()) for d in range(count)}
 
 
-@given(documents)
-def test_without_drops_all_supervised_elements_are_kept(masks: list[list[bool]]) -> None:
-    row = row_of(masks)
+@given(documents, st.integers(0, 3))
+def test_without_drops_all_supervised_elements_are_kept(
+    masks: list[list[bool]], padding: int
+) -> None:
+    row = row_of(masks, padding)
     runs = supervised_runs(row)
     counts = draw_depths(runs, retentions(4, 1.0, 0.0), torch.Generator().manual_seed(0))
     assert elements(counts) == allowed(masks, 4)
+
+
+def test_a_run_reaches_the_last_token_of_a_row_without_padding() -> None:
+    assert supervised_runs(row_of([[False, True, True, True]], padding=0)).tolist() == [2, 1, 0, 0]
 
 
 @given(documents, st.integers(0, 1000), st.floats(0.1, 1.0), st.floats(0.0, 0.5))

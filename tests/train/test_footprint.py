@@ -106,6 +106,12 @@ def test_auto_partitions_follow_the_budget(data: Path) -> None:
         computed(data, device="cpu", run=options | {"memory_gib": 1e-6})
 
 
+def test_auto_partitions_without_a_budget_are_counted_as_one(data: Path) -> None:
+    """What a GPU has free is not known here."""
+    whole = computed(data, device="cuda")
+    assert computed(data, device="cuda", run={"partitions": "auto"}) == whole
+
+
 def _activations(one: Footprint) -> int:
     return next(size for name, size in one.parts.items() if name.startswith("activations"))
 

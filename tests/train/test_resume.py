@@ -72,6 +72,20 @@ def test_a_killed_and_resumed_run_ends_bit_equal(data: Path) -> None:
         assert torch.equal(weight, killed[name]), name
 
 
+def test_a_resumed_optimiser_is_the_one_that_was_saved(data: Path) -> None:
+    run = TrainingRun(setup(data, "run"))
+    run()
+    again = setup(data, "run")
+    restore_newest(run.folder.checkpoints, again.network, again.trainer.optimizer)
+    restored = dict(again.network.named_parameters())
+    for name, parameter in run.setup.network.named_parameters():
+        saved = run.setup.trainer.optimizer.state[parameter]
+        found = again.trainer.optimizer.state[restored[name]]
+        assert set(saved) == set(found) == {"step", "exp_avg", "exp_avg_sq"}
+        assert int(found["step"]) == 4, name  # bias correction goes on, and does not begin again
+        assert all(torch.equal(found[key], value) for key, value in saved.items()), name
+
+
 def train_in_a_process(folder: Path) -> None:
     torch.set_num_threads(1)
     TrainingRun(
