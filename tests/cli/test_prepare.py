@@ -45,9 +45,9 @@ def test_a_drafter_speeds_up_and_changes_nothing(
 ) -> None:
     arguments = ("--model", model, "--prompts", prompts, "--out", str(tmp_path))
     assert command(*PREPARE, *arguments, "--spec-model", head) == 0
-    ours, plain = Dataset(tmp_path), Dataset(Path(data))
+    ours, expected = Dataset(tmp_path), Dataset(Path(data))
     rows = [
-        {r.id: r.token_ids.tolist() for r in map(d.__getitem__, range(8))} for d in (ours, plain)
+        {r.id: r.token_ids.tolist() for r in map(d.__getitem__, range(8))} for d in (ours, expected)
     ]
     assert rows[0] == rows[1]
 

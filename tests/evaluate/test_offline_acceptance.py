@@ -27,8 +27,8 @@ PROMPT = 3
 
 
 def argmax(output: OutputRows, first: int, packing: Packing) -> Tensor:
-    said = output.logits().argmax(-1)
-    return (said if output.ids is None else output.ids[said])[None]
+    best = output.logits().argmax(-1)
+    return (best if output.ids is None else output.ids[best])[None]
 
 
 def drafted_replay(

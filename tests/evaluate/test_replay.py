@@ -27,12 +27,12 @@ def test_the_expected_replay_is_the_mean_over_all_outcomes(
     chances = [[data.draw(CHANCES) for _ in range(DEPTH)] for _ in range(anchors)]
     limits = Limits(max_tokens=max_tokens, max_model_len=6)
     # An outcome of an anchor is how many drafts in a row are right there.
-    laws = [outcomes(row) for row in chances]
+    distributions = [outcomes(row) for row in chances]
     drafts, accepted = 0.0, [0.0] * k
     for leading in itertools.product(range(DEPTH + 1), repeat=anchors):
         weight = 1.0
         for anchor, count in enumerate(leading):
-            weight *= laws[anchor][count]
+            weight *= distributions[anchor][count]
         if weight == 0.0:
             continue
         stats = replay(mask, leading, k, limits)
@@ -46,11 +46,11 @@ def test_the_expected_replay_is_the_mean_over_all_outcomes(
 
 def outcomes(chances: list[float]) -> list[float]:
     """Chance of exactly 0, 1, ... right drafts in a row."""
-    law, reached = [], 1.0
+    probs, reached = [], 1.0
     for chance in chances:
-        law.append(reached * (1 - chance))
+        probs.append(reached * (1 - chance))
         reached *= chance
-    return [*law, reached]
+    return [*probs, reached]
 
 
 def test_runs_and_merging() -> None:

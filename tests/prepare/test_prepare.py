@@ -120,8 +120,8 @@ def test_turns_that_extend_each_other_make_one_row(tmp_path: Path) -> None:
     (row,) = (Dataset(tmp_path)[0],)
     text = "<|system|>S\n<|user|>one\n<|assistant|>yes\n<|user|>two\n<|assistant|>yes"
     assert TOKENIZER.decode(list(row.token_ids)) == text
-    said = [int(t) for t, m in zip(row.token_ids, row.loss_mask, strict=True) if m]
-    assert said == ids("yes") * 2
+    answered = [int(t) for t, m in zip(row.token_ids, row.loss_mask, strict=True) if m]
+    assert answered == ids("yes") * 2
 
 
 def test_a_turn_that_serving_would_tokenize_otherwise_starts_a_new_row(tmp_path: Path) -> None:

@@ -168,5 +168,5 @@ def test_activation_checkpointing_changes_no_gradient() -> None:
         states, _ = DraftModel(network)(segment, features)
         (states**2).mean().backward()
         found.append([p.grad for p in network.parameters()])
-    for plain, checkpointed_gradient in zip(*found, strict=True):
-        torch.testing.assert_close(plain, checkpointed_gradient)
+    for gradient, checkpointed_gradient in zip(*found, strict=True):
+        torch.testing.assert_close(gradient, checkpointed_gradient)

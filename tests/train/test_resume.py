@@ -1,4 +1,4 @@
-"""A run survives kills, damage and a loss that is no number."""
+"""A run survives kills, damage and a loss that is not finite."""
 
 from __future__ import annotations
 

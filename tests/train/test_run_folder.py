@@ -41,11 +41,13 @@ def test_a_run_without_plot_packages_works_and_says_so(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hide(monkeypatch, "tensorboard", "matplotlib")
-    said: list[str] = []
-    TrainingRun(setup(data, log_every=2), report=said.append)()
-    assert said[0] == ("no plots: tensorboard and matplotlib missing (pip install 'peagle[plots]')")
-    assert any("loss" in line and "tokens/s" in line for line in said)
-    assert any("acceptance length by K" in line for line in said)
+    reported: list[str] = []
+    TrainingRun(setup(data, log_every=2), report=reported.append)()
+    assert reported[0] == (
+        "no plots: tensorboard and matplotlib missing (pip install 'peagle[plots]')"
+    )
+    assert any("loss" in line and "tokens/s" in line for line in reported)
+    assert any("acceptance length by K" in line for line in reported)
     files = {path.name for path in (data / "run").iterdir()}
     assert files == {"recipe.json", "provenance.json", METRICS, "checkpoints", "head"}
 

@@ -137,5 +137,5 @@ def _document(computed: Footprint) -> dict[str, Any]:
 
 
 def _is_first_process() -> bool:
-    """Of those that torchrun starts."""
+    """Whether this is the first of the processes that torchrun starts."""
     return os.environ.get("RANK", "0") == "0"

@@ -26,7 +26,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a user says; the target's answers come between the turns."""
+    """What a user asks; the target's answers come between the turns."""
 
     id: str
     turns: tuple[str, ...]

@@ -26,7 +26,7 @@ class DatasetSpec:
     answers_from: str = EMBEDDED
 
     def record(self, tokenizer: Any) -> dict[str, Any]:
-        """For the manifest."""
+        """What the manifest records."""
         return {
             "target": self.target,
             "tokenizer": tokenizer_fingerprint(tokenizer),

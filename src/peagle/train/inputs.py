@@ -34,7 +34,7 @@ class Inputs:
 
 
 def read_inputs(recipe: Recipe) -> Inputs:
-    """The same from the target's reference."""
+    """Reads them by the target's reference; no weight is loaded."""
     config = load_config(resolve_model(recipe.target.model))
     known = decoder_sizes if recipe.data.features == "vllm" else DecoderConfig.from_transformers
     return open_inputs(recipe, known(config), dict(config.rope_parameters))

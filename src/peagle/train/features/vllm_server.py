@@ -58,7 +58,7 @@ class RequiredStates:
 
     @property
     def document_bytes(self) -> int:
-        """On disk, of the longest document."""
+        """Size of the longest document's states on disk."""
         tokens = self.longest * len(self.layer_ids) * self.sizes.hidden_size
         return tokens * self.dtype.itemsize
 
