@@ -76,7 +76,9 @@ def prepare(
 ) -> PreparationCounts:
     spec = DatasetSpec(target="tiny", params=GREEDY, cut_loops=cut_loops)
     writer = DatasetWriter(folder, spec.record(TOKENIZER), rows_per_shard=ALL_ROWS)
-    return Preparation(writer, source, spec.row_builder(TOKENIZER), **options)(conversations, bad)
+    return Preparation(writer, source, spec.dialogue_options(TOKENIZER), **options)(
+        conversations, bad
+    )
 
 
 def one_turn(count: int) -> list[Conversation]:

@@ -82,7 +82,7 @@ def prepare(
     vllm = backend.vllm_options(engine)
     found = read_prompts(prompts, split=split, limit=limit)
     tokenizer = load_tokenizer(resolve_model(model))
-    builder = spec.row_builder(tokenizer)
+    asking = spec.dialogue_options(tokenizer)
     with reported_writes(out):
         writer = DatasetWriter(out, spec.record(tokenizer), rows_per_shard=ALL_ROWS)
 
@@ -94,7 +94,7 @@ def prepare(
     else:
         key = _key(endpoint_key_env)
         source = _endpoint(endpoint, endpoint_model or model, key, spec, concurrency)
-    run = Preparation(writer, source, builder, max_prompt_tokens, report=ProgressLine())
+    run = Preparation(writer, source, asking, max_prompt_tokens, report=ProgressLine())
     counts = run(found.good, found.bad)
 
     # 3. What there is now, earlier runs included.

@@ -70,7 +70,8 @@ def own_answers(
     writer = DatasetWriter(folder, spec.record(tokenizer), rows_per_shard=ALL_ROWS)
     engine = Engine(pair.target, pair.config, eos_token_ids=eos_token_ids(pair.folder))
     source = EmbeddedAnswers(engine, spec.params)
-    counts = Preparation(writer, source, spec.row_builder(tokenizer))(prompts.good, prompts.bad)
+    preparation = Preparation(writer, source, spec.dialogue_options(tokenizer))
+    counts = preparation(prompts.good, prompts.bad)
     if not counts.answered:
         errors = (folder / "errors.jsonl").read_text().splitlines()
         raise DataError(f"no prompt was answered: {errors[0] if errors else 'all were too long'}")

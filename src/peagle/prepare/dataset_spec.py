@@ -8,7 +8,7 @@ from typing import Any
 
 from peagle.data.chat import template_fingerprint, tokenizer_fingerprint
 from peagle.errors import DataError
-from peagle.prepare.dialogue import Renderer, RowBuilder, chat_renderer, raw_renderer
+from peagle.prepare.dialogue import DialogueOptions, Renderer, chat_renderer, raw_renderer
 from peagle.sampling_params import SamplingParams
 
 SAMPLING = ("temperature", "top_p", "top_k", "max_tokens")
@@ -38,11 +38,11 @@ class DatasetSpec:
             "cut_loops": self.cut_loops,
         }
 
-    def row_builder(self, tokenizer: Any) -> RowBuilder:
+    def dialogue_options(self, tokenizer: Any) -> DialogueOptions:
         def decode(token_ids: list[int]) -> str:
             return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
-        return RowBuilder(self._renderer(tokenizer), decode, self.seed, self.cut_loops)
+        return DialogueOptions(self._renderer(tokenizer), decode, self.seed, self.cut_loops)
 
     def _renderer(self, tokenizer: Any) -> Renderer:
         if self.raw:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from peagle.data.chat import Message, chat_token_ids
@@ -47,8 +47,8 @@ def raw_renderer(tokenizer: Any) -> Renderer:
 
 
 @dataclass(frozen=True)
-class RowBuilder:
-    """How the answers of any conversation become rows."""
+class DialogueOptions:
+    """How every conversation of a dataset is asked, and what is kept of its answers."""
 
     render: Renderer
     decode: Callable[[list[int]], str]
@@ -56,24 +56,17 @@ class RowBuilder:
     cut_loops: int | None  # tokens kept after a loop begins; None: all
 
 
-@dataclass(eq=False)
 class Dialogue:
     """One conversation: its next question, and the rows of what was answered so far."""
 
-    conversation: Conversation
-    builder: RowBuilder
-    _rows: list[Row] = field(default_factory=list)
-    _messages: list[Message] = field(default_factory=list)
-    _turn: int = 0
-    _ended: bool = False
-    _tokens: list[int] = field(default_factory=list)  # the open row
-    _mask: list[int] = field(default_factory=list)
-    _clipped: bool = False
-    _looping: bool = False
-
-    def __post_init__(self) -> None:
-        if self.conversation.system is not None:
-            self._messages.append(_message("system", self.conversation.system))
+    def __init__(self, conversation: Conversation, options: DialogueOptions) -> None:
+        self.conversation, self.options = conversation, options
+        self._messages: list[Message] = []
+        self._turn = 0
+        self._ended = False
+        self._builder = RowBuilder(conversation.id, conversation.category)
+        if conversation.system is not None:
+            self._messages.append(_message("system", conversation.system))
 
     def next_question(self) -> Question | None:
         """None: the conversation is over."""
@@ -82,44 +75,58 @@ class Dialogue:
             return None
         self._messages.append(_message("user", turns[self._turn]))
         self._turn += 1
-        prompt = self.builder.render(self._messages)
-        return Question(prompt, derived_seed(self.builder.seed, self.conversation.id, self._turn))
+        prompt = self.options.render(self._messages)
+        return Question(prompt, derived_seed(self.options.seed, self.conversation.id, self._turn))
 
     def take(self, question: Question, answer: TargetAnswer) -> None:
-        self._begin_answer(question.prompt_token_ids)
         start = loop_start(answer.token_ids)
         kept = answer.token_ids
-        if start is not None and self.builder.cut_loops is not None:
-            kept = kept[: start + self.builder.cut_loops]
+        if start is not None and self.options.cut_loops is not None:
+            kept = kept[: start + self.options.cut_loops]
         self._ended = len(kept) < len(answer.token_ids)  # nobody goes on after a loop
-        self._tokens += kept
-        self._mask += [1] * len(kept)
-        self._clipped |= answer.clipped
-        self._looping |= start is not None
-        self._messages.append(_message("assistant", self.builder.decode(answer.token_ids)))
+        self._builder.add(
+            question.prompt_token_ids, kept, clipped=answer.clipped, looping=start is not None
+        )
+        self._messages.append(_message("assistant", self.options.decode(answer.token_ids)))
+
+    def finish(self) -> list[Row]:
+        return self._builder.finish()
+
+
+class RowBuilder:
+    """Turns as rows: a prompt that extends the tokens so far goes on in the same row."""
+
+    def __init__(self, name: str, category: str) -> None:
+        self.name, self.category = name, category
+        self._rows: list[Row] = []
+        self._open_row()
+
+    def _open_row(self) -> None:
+        self._tokens: list[int] = []
+        self._mask: list[int] = []
+        self._clipped = self._looping = False
+
+    def add(self, prompt: list[int], answer: list[int], *, clipped: bool, looping: bool) -> None:
+        if prompt[: len(self._tokens)] != self._tokens:
+            self._close_row()
+        new = prompt[len(self._tokens) :]
+        self._tokens += new + answer
+        self._mask += [0] * len(new) + [1] * len(answer)
+        self._clipped |= clipped
+        self._looping |= looping
 
     def finish(self) -> list[Row]:
         self._close_row()
         return self._rows
 
-    def _begin_answer(self, prompt: list[int]) -> None:
-        known = len(self._tokens)
-        if prompt[:known] != self._tokens:
-            self._close_row()
-            known = 0
-        self._tokens += prompt[known:]
-        self._mask += [0] * (len(prompt) - known)
-
     def _close_row(self) -> None:
         if not self._tokens:
             return
         number = len(self._rows) + 1
-        name = self.conversation.id if number == 1 else f"{self.conversation.id}#{number}"
-        category = self.conversation.category
-        self._rows.append(
-            Row(name, self._tokens, self._mask, category, self._clipped, self._looping)
-        )
-        self._tokens, self._mask, self._clipped, self._looping = [], [], False, False
+        name = self.name if number == 1 else f"{self.name}#{number}"
+        row = Row(name, self._tokens, self._mask, self.category, self._clipped, self._looping)
+        self._rows.append(row)
+        self._open_row()
 
 
 def derived_seed(seed: int, row_id: str, turn: int) -> int:

@@ -20,7 +20,7 @@ from peagle.data.dataset import DatasetWriter
 from peagle.data.prompts import BadPrompt, Conversation
 from peagle.errors import DataError, RequestError
 from peagle.prepare.answers import AnswerSource, Question, TargetAnswer
-from peagle.prepare.dialogue import Dialogue, RowBuilder
+from peagle.prepare.dialogue import Dialogue, DialogueOptions
 
 ERRORS = "errors.jsonl"
 ALL_ROWS = 1 << 62  # the writer must not cut a conversation in two: we say when to flush
@@ -62,7 +62,7 @@ class Preparation:
 
     writer: DatasetWriter  # with ALL_ROWS per shard
     source: AnswerSource
-    builder: RowBuilder
+    options: DialogueOptions
     max_prompt_tokens: int | None = None
     flush_seconds: float = 20.0
     report: Callable[[PreparationProgress], None] = _silent
@@ -112,7 +112,7 @@ class Preparation:
     def _open(self, todo: Sequence[Conversation]) -> Iterator[tuple[Question, Dialogue]]:
         """First questions, asked when they are drawn from here."""
         for conversation in todo:
-            dialogue = Dialogue(conversation, self.builder)
+            dialogue = Dialogue(conversation, self.options)
             question = self._ask(dialogue)
             if question is not None:
                 yield question, dialogue
