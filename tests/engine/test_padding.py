@@ -106,7 +106,7 @@ def test_what_the_padding_slot_holds_changes_no_bit_of_the_others(
 
 def test_beyond_the_largest_size_there_are_multiples_of_it() -> None:
     assert [padded(n, BATCH_SIZES) for n in (1, 3, 9, 256, 257, 600)] == [1, 4, 16, 256, 512, 768]
-    assert [padded(n, ITEM_COUNTS) for n in (0, 1, 9, 128, 129)] == [0, 8, 16, 128, 256]
+    assert [padded(n, ITEM_COUNTS) for n in (0, 1, 9, 128, 129)] == [0, 4, 12, 128, 256]
 
 
 @given(st.integers(1, 5000))
