@@ -99,7 +99,7 @@ def readme_table() -> str:
     report = bench_report(H200)
     speeds = table(load_header(report, "tokens/s, streams"), speed_rows(report, names_depth=False))
     off = [f["load"] for f in peagle("tune", str(REPORTS / CPU))["by_load"] if f["off"]]
-    on_a_cpu = f" On 2 CPU cores nothing beats plain decoding with {joined(off)} streams." if off else ""
+    on_a_cpu = f" With {joined(off)} streams on 2 CPU cores plain decoding is best." if off else ""
     return f"{speeds}\n\n{where_it_loses(report)}{on_a_cpu}"
 
 
