@@ -41,7 +41,8 @@ KERNELS = {
 }
 
 Json = dict[str, Any]
-_A, _B = TypeVar("_A"), TypeVar("_B")
+_A = TypeVar("_A")
+_B = TypeVar("_B")
 
 
 class Speed(NamedTuple):

@@ -83,7 +83,9 @@ def test_commands_and_flags_that_a_page_shows_exist(page: Path) -> None:
         # typer brings its own click: a group is known by its commands.
         while verbs and verbs[0] in getattr(command, "commands", {}):
             command = command.commands[verbs.pop(0)]
-        command = getattr(command, "commands", {}).get("run", command)  # `bench` alone is `bench run`
+        command = getattr(command, "commands", {}).get(
+            "run", command
+        )  # `bench` alone is `bench run`
         flags = {flag for parameter in command.params for flag in parameter.opts}
         flags |= {flag for parameter in command.params for flag in parameter.secondary_opts}
         asked = {word.split("=")[0] for word in words if word.startswith("--")}
