@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
 
-from peagle.errors import ConfigError
+from peagle.errors import ConfigError, PeagleError
 
 Method = Literal["p-eagle", "eagle3", "ngram", "none"]
 Verification = Literal["coupled", "rejection"]
@@ -85,6 +85,7 @@ class EngineConfig:
     quantization: Quantization | None = None  # of the target's linear layers
     # On a GPU: the target's rows have the same bits alone and beside any others; kernels/policy.py.
     batch_invariant: bool = False
+    warm_up: bool = False  # on a GPU: capture the graphs of common steps at the start
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory that all of it may take
     kv_cache_memory_bytes: int | None = None  # None: on a GPU what is free, see engine/memory.py
 
@@ -103,17 +104,62 @@ class EngineConfig:
 
 
 def from_mapping(cls: type[_Config], options: Mapping[str, Any], where: str) -> _Config:
-    """Builds a config dataclass; an unknown key is an error that names the nearest one."""
-    assert dataclasses.is_dataclass(cls)
+    """Builds a config dataclass, sections inside it included, with every value's type checked.
+
+    An unknown key is an error that names the nearest one; so is a value that does not fit, with
+    what its key takes. Numbers may be strings: YAML reads 1e-4, without a dot, as one.
+    """
+    from pydantic import TypeAdapter, ValidationError  # not needed for `peagle --help`
+
+    _check_keys(cls, options, where)
+    try:
+        return TypeAdapter(cls).validate_python(dict(options))
+    except ValidationError as error:
+        raise _misfit(error.errors(), options) from None
+
+
+def _check_keys(cls: type, options: Mapping[str, Any], where: str) -> None:
+    kinds = get_type_hints(cls)
     known = [f.name for f in dataclasses.fields(cls)]
-    for key in options:
+    for key, value in options.items():
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1)
             raise ConfigError(
                 f"unknown key {key!r} in {where}",
                 hint=f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(known)}",
             )
-    return cls(**options)
+        if dataclasses.is_dataclass(kinds[key]) and isinstance(value, Mapping):
+            _check_keys(cast("type", kinds[key]), value, key)
+
+
+def _misfit(errors: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> PeagleError:
+    """The first value that does not fit; a union has an error for each of its members."""
+    own = errors[0].get("ctx", {}).get("error")
+    if isinstance(own, PeagleError):  # from a __post_init__
+        return own
+    path, value = _place(errors[0]["loc"], options)
+    name = ".".join(str(part) for part in path)
+    if errors[0]["type"] == "missing":
+        return ConfigError(f"{name!r} is not set")
+    same = [error for error in errors if error["loc"][: len(path)] == path]
+    wanted = " or ".join(dict.fromkeys(_wanted(error) for error in same))
+    return ConfigError(f"{name}={value!r} does not fit", hint=f"use {wanted}")
+
+
+def _wanted(error: Mapping[str, Any]) -> str:
+    if error["type"] == "dataclass_type":
+        return "a mapping of keys to values"
+    return str(error["msg"]).removeprefix("Input should be ").partition(", ")[0]
+
+
+def _place(loc: tuple[int | str, ...], value: Any) -> tuple[tuple[int | str, ...], Any]:
+    """The part of `loc` that leads into the options (a union's branch does not), and its value."""
+    for depth, part in enumerate(loc):
+        inside = isinstance(value, Mapping) and part in value
+        if not (inside or (isinstance(value, list | tuple) and isinstance(part, int))):
+            return (loc[: depth + 1], None) if isinstance(value, Mapping) else (loc[:depth], value)
+        value = value[part]
+    return loc, value
 
 
 def _check_memory(share: float, cache_bytes: int | None) -> None:
