@@ -70,6 +70,7 @@ def results_page() -> str:
         speed_on_a_cpu,
         simulation_error,
         preparing_data,
+        start_up,
         provenance,
     )
     return INTRODUCTION + "\n\n".join(section() for section in sections) + "\n"
@@ -370,15 +371,25 @@ def differing(ways: Sequence[Json]) -> str:
 
 
 def drafted_ways(ways: Sequence[Json]) -> list[str]:
-    """By drafter and number of requests at once: at which K."""
-    found: dict[tuple[str, int], list[int]] = {}
+    """By drafter: at which K, with how many requests at once."""
+    depths: dict[tuple[str, int], list[int]] = {}
     for way in ways:
         if way["depth"]:
-            found.setdefault((way["method"], way["concurrency"]), []).append(way["depth"])
+            depths.setdefault((way["method"], way["concurrency"]), []).append(way["depth"])
+    alike: dict[tuple[str, str], list[int]] = {}
+    for (method, at_once), found in depths.items():
+        alike.setdefault((method, span(found)), []).append(at_once)
     return [
-        f"{METHODS[method]} at K = {', '.join(map(str, sorted(depths)))} ({at_once} at once)"
-        for (method, at_once), depths in found.items()
+        f"{METHODS[method]} at K = {shown} ({joined(at_once)} at once)"
+        for (method, shown), at_once in alike.items()
     ]
+
+
+def span(numbers: Iterable[int]) -> str:
+    """1, 2, 3 -> `1 to 3`; with gaps, all of them."""
+    found = sorted(numbers)
+    is_whole = len(found) > 2 and found == list(range(found[0], found[-1] + 1))
+    return f"{found[0]} to {found[-1]}" if is_whole else ", ".join(map(str, found))
 
 
 def invariant_rows(bench: Json) -> list[list[str]]:
@@ -599,6 +610,22 @@ and writing included: {speed:,.0f} tokens/s, {made["rows"]:,} rows with
 With the device's steps faked, one core of a 2.8 GHz Xeon spends {plain["us_per_update"]:.1f}
 microseconds per request and plain step, and {drafted["us_per_update"]:.1f} at K = {drafted["K"]},
 with {plain["streams"]} streams (`host_work_cpu.json`)."""
+
+
+def start_up() -> str:
+    found = result("start_up_h200")
+    first, later = found["first"]["seconds"], found["median"]["seconds"]
+    shown = [stage for stage in first if max(first[stage], later[stage]) >= 0.05]
+    rows = [[stage, f"{first[stage]:.2f}", f"{later[stage]:.2f}"] for stage in shown]
+    total = found["first"]["until_first_token"], found["median"]["until_first_token"]
+    rows.append(["**until the first token**", *(f"**{seconds:.2f}**" for seconds in total)])
+    return f"""\
+## Start
+
+Seconds of a process from its start on one H200, without a drafter, with empty caches of compiled
+kernels and with filled ones, the median of {found["workload"]["repeats"]} (`start_up_h200.json`):
+
+{table(["", "empty caches", "filled caches"], rows)}"""
 
 
 def provenance() -> str:
