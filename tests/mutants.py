@@ -84,8 +84,8 @@ MUTANTS = (
     ),
     Mutant(
         "models/masks.py",
-        "key.anchor <= query.anchor",
-        "key.anchor < query.anchor",
+        "key.depth <= query.depth",
+        "key.depth < query.depth",
         ("train/test_training_masks.py", "train/test_parity_with_serving.py"),
     ),
     Mutant("engine/scheduler.py", "            left //= 2\n", "            pass\n", SCHEDULER),
