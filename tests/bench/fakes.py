@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from peagle.bench.calls import Answer, Call, Record, Update
-from peagle.bench.driver import Load, Outcome, drive
-from peagle.bench.workloads import Task
+from peagle.bench.run.client import Call, ClientAnswer, Record, Update
+from peagle.bench.run.driver import Load, Outcome, drive
+from peagle.bench.workloads.workload import Task
 from peagle.errors import BackendError, RequestError
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.statistics import SpecDecodeStats
@@ -72,7 +72,7 @@ class FakeClient:
             return Update(call, self.now, count)
         del self.open[call]
         text = f"answer {call.task.id}.{call.turn}"
-        return Update(call, self.now, count, Answer(text, count, list(range(count))))
+        return Update(call, self.now, count, ClientAnswer(text, count, list(range(count))))
 
 
 def run(client: FakeClient, tasks: Sequence[Task], load: Load, seed: int = 0) -> Outcome:
@@ -97,5 +97,5 @@ def record(
         stats.observe(drafts, kept)
     ids = list(range(counts[-1])) if token_ids is None else list(token_ids)
     call = Call(task or Task("t", ("hello",)), turn, prompt, PARAMS)
-    answer = Answer("", len(ids), ids, stats)
+    answer = ClientAnswer("", len(ids), ids, stats)
     return Record(call, begun, list(times), list(counts), **{"answer": answer, **changes})

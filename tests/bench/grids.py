@@ -5,30 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from peagle.bench.bench import bench
-from peagle.bench.cells import Run
-from peagle.bench.grid import Turn
-from peagle.bench.plan_reading import make_plan
-from peagle.bench.results import Results
+from peagle.bench.results.document import CellRun, Results
+from peagle.bench.run.bench import bench
+from peagle.bench.run.grid import PlannedRun
+from peagle.bench.run.plan import make_plan
 from peagle.cli.options import build_backend
 
 
 class Watcher:
     def __init__(self, stop_after: int | None = None) -> None:
         self.stop_after = stop_after
-        self.done: list[Turn] = []
+        self.done: list[PlannedRun] = []
         self.num_done_before = 0
         self.notes: list[str] = []
 
-    def begin(self, todo: Sequence[Turn], num_done: int) -> None:
+    def begin(self, todo: Sequence[PlannedRun], num_done: int) -> None:
         self.num_done_before = num_done
 
-    def start(self, turn: Turn) -> None:
+    def start(self, planned: PlannedRun) -> None:
         if len(self.done) == self.stop_after:
             raise KeyboardInterrupt
 
-    def finish(self, turn: Turn, run: Run, seconds: float) -> None:
-        self.done.append(turn)
+    def finish(self, planned: PlannedRun, run: CellRun, seconds: float) -> None:
+        self.done.append(planned)
 
     def note(self, text: str) -> None:
         self.notes.append(text)

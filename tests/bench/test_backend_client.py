@@ -6,12 +6,12 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from peagle.bench.backend_client import BackendClient
-from peagle.bench.driver import Load, Outcome, drive
-from peagle.bench.measure import measure
-from peagle.bench.null_backend import NullBackend
-from peagle.bench.prompter import Prompter
-from peagle.bench.workloads import Task
+from peagle.bench.run.backend_client import BackendClient
+from peagle.bench.run.driver import Load, Outcome, drive
+from peagle.bench.run.measure import measure
+from peagle.bench.run.null_backend import NullBackend
+from peagle.bench.workloads.prompter import Prompter
+from peagle.bench.workloads.workload import Task
 from peagle.engine.prompts import TokenizedPrompt
 from peagle.errors import RequestError
 from peagle.sampling_params import SamplingParams

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from peagle.bench.cells import Cell
-from peagle.bench.compare import compare
+from peagle.bench.analysis.compare import compare
+from peagle.bench.results.document import Cell
 from peagle.errors import ConfigError
 
 from .made import HEAD, make_cell, make_results, modelled_grid

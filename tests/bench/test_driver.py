@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle.bench.calls import messages, plain_text
-from peagle.bench.driver import Load, arrivals
-from peagle.bench.measure import measure
-from peagle.bench.workloads import Task
+from peagle.bench.run.driver import Load, arrivals
+from peagle.bench.run.measure import measure
+from peagle.bench.workloads.prompter import messages, raw_text
+from peagle.bench.workloads.workload import Task
 from peagle.errors import BackendError
 
 from .fakes import FakeClient, run
@@ -43,7 +43,7 @@ def test_messages_alternate_and_end_with_the_turn_that_is_due() -> None:
     task = Task("t", ("one", "two"), system="be kind")
     assert [m["role"] for m in messages(task, ["1"])] == ["system", "user", "assistant", "user"]
     assert messages(task, ["1"])[-1]["content"] == "two"
-    assert plain_text(task, ["1"]) == "be kind\none\n1\ntwo"
+    assert raw_text(task, ["1"]) == "be kind\none\n1\ntwo"
 
 
 def test_latency_of_an_open_loop_counts_from_the_scheduled_arrival() -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from peagle.bench.driver import Load, Outcome, drive
-from peagle.bench.endpoint import Endpoint, find_model
-from peagle.bench.endpoint_client import EndpointClient
-from peagle.bench.measure import measure
-from peagle.bench.null_backend import NullTokenizer
-from peagle.bench.server_metrics import difference, parse_metrics
-from peagle.bench.workloads import Task
+from peagle.bench.run.driver import Load, Outcome, drive
+from peagle.bench.run.endpoint import Endpoint, find_model
+from peagle.bench.run.endpoint_client import EndpointClient
+from peagle.bench.run.measure import measure
+from peagle.bench.run.null_backend import NullTokenizer
+from peagle.bench.run.server_metrics import difference, parse_metrics
+from peagle.bench.workloads.workload import Task
 from peagle.errors import BackendError, ConfigError
 from peagle.sampling_params import SamplingParams
 

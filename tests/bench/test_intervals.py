@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle.bench.intervals import T_QUANTILES, percentile, t_interval, t_quantile
+from peagle.bench.results.intervals import T_QUANTILES, percentile, t_interval, t_quantile
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40)
 

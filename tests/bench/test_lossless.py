@@ -8,19 +8,25 @@ from typing import Any
 import pytest
 from tolerance import rounding
 
-from peagle.bench.gaps import GapQuery, KnownGaps, logprob_gaps
-from peagle.bench.lossless import answers_of, compare, first_difference
-from peagle.bench.null_backend import NullTokenizer
-from peagle.bench.results import Difference
-from peagle.bench.samples import drafted_flags, samples, token_texts
-from peagle.bench.workloads import Task
+from peagle.bench.results.document import AnswerDifference
+from peagle.bench.run.lossless import (
+    GapQuery,
+    KnownGaps,
+    answers_of,
+    compare_answers,
+    first_difference,
+    logprob_gaps,
+)
+from peagle.bench.run.null_backend import NullTokenizer
+from peagle.bench.run.run_files import drafted_flags, samples, token_texts
+from peagle.bench.workloads.workload import Task
 from peagle.engine.llm import LLM
 from peagle.engine.prompts import TokenizedPrompt
 from peagle.sampling_params import SamplingParams
 
 from .fakes import record
 
-ABOUT = Difference("p-eagle", 3, "w", "1", 0, "", 0, 0, None, None)
+ABOUT = AnswerDifference("p-eagle", 3, "w", "1", 0, "", 0, 0, None, None)
 
 
 def answer(task: str, token_ids: list[int], turn: int = 0) -> Any:
@@ -63,7 +69,7 @@ def test_differences_are_counted_with_their_place_and_gap() -> None:
         return [0.25] * len(queries)
 
     records = [answer("a", [1, 7, 3]), answer("b", [4, 5])]
-    found = compare(records, reference, ABOUT, gaps_of=gaps_of, tokenizer=NullTokenizer())
+    found = compare_answers(records, reference, ABOUT, gaps_of=gaps_of, tokenizer=NullTokenizer())
     assert (found.compared, found.different, found.not_comparable) == (2, 1, 0)
     (difference,) = found.differences
     assert (difference.prompt, difference.position) == ("a", 1)
@@ -74,14 +80,14 @@ def test_differences_are_counted_with_their_place_and_gap() -> None:
 
 def test_turns_behind_a_difference_are_not_compared() -> None:
     reference = answers_of([answer("a", [1]), answer("a", [2], turn=1)])
-    found = compare([answer("a", [9]), answer("a", [8], turn=1)], reference, ABOUT)
+    found = compare_answers([answer("a", [9]), answer("a", [8], turn=1)], reference, ABOUT)
     assert (found.compared, found.different, found.not_comparable) == (1, 1, 1)
 
 
 def test_prompt_asked_again_is_compared_with_the_first() -> None:
     reference = answers_of([answer("a", [1]), answer("a~2", [1])])
     assert list(reference) == [("a", 0)]
-    found = compare([answer("a~2", [1]), answer("a~3", [2])], reference, ABOUT)
+    found = compare_answers([answer("a~2", [1]), answer("a~3", [2])], reference, ABOUT)
     assert (found.compared, found.different) == (2, 1)
 
 

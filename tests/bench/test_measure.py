@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from peagle.bench.calls import Answer
-from peagle.bench.driver import Outcome
-from peagle.bench.measure import measure, quantiles
-from peagle.bench.meters import GpuWatch, Meters, mean_utilization
-from peagle.bench.workloads import Task
+from peagle.bench.run.client import ClientAnswer
+from peagle.bench.run.driver import Outcome
+from peagle.bench.run.measure import measure, quantiles
+from peagle.bench.run.meters import GpuWatch, Meters, mean_utilization
+from peagle.bench.workloads.workload import Task
 
 from .fakes import record
 
@@ -64,14 +64,14 @@ def test_looping_answers_are_counted_and_left_out_of_the_acceptance() -> None:
 
 
 def test_without_token_ids_looping_is_unknown() -> None:
-    silent = record([1.0], [3], answer=Answer("text", 3))
+    silent = record([1.0], [3], answer=ClientAnswer("text", 3))
     run = measure(Outcome([silent]))
     assert run.num_output_tokens == 3
     assert (run.looping_share, run.acceptance_without_looping, run.stats) == (None, None, {})
 
 
 def test_failed_request_makes_a_run_partial_and_is_named() -> None:
-    failed = record([1.0], [1], answer=Answer("", 0, error="NaN"), task=Task("p7", ("x",)))
+    failed = record([1.0], [1], answer=ClientAnswer("", 0, error="NaN"), task=Task("p7", ("x",)))
     run = measure(Outcome([failed, record([2.0], [2])]))
     assert run.partial
     assert run.errors == ["p7, turn 1: NaN"]

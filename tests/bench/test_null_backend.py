@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from peagle.bench.backend_client import BackendClient
-from peagle.bench.driver import Load, drive
-from peagle.bench.measure import measure
-from peagle.bench.null_backend import NullBackend
-from peagle.bench.prompter import Prompter
-from peagle.bench.workloads import Task
+from peagle.bench.run.backend_client import BackendClient
+from peagle.bench.run.driver import Load, drive
+from peagle.bench.run.measure import measure
+from peagle.bench.run.null_backend import NullBackend
+from peagle.bench.workloads.prompter import Prompter
+from peagle.bench.workloads.workload import Task
 from peagle.sampling_params import SamplingParams
 
 PROMISED = 20_000  # tokens per second

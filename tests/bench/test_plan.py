@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from peagle.bench.engines import Engines, engine_config, vllm_options
-from peagle.bench.grid import Drafting
-from peagle.bench.null_backend import NullBackend
-from peagle.bench.plan import BenchPlan
-from peagle.bench.plan_reading import make_plan, read_yaml
+from peagle.bench.results.settings import Setting
+from peagle.bench.run.null_backend import NullBackend
+from peagle.bench.run.plan import BenchPlan, make_plan, read_yaml
+from peagle.bench.run.sessions import Engines, engine_config, vllm_options
 from peagle.errors import ConfigError
 
 
@@ -41,15 +40,15 @@ def test_flags_and_a_file_say_the_same(tmp_path: Path) -> None:
     ("given", "message"),
     [
         ({"spec_tokns": "3"}, "unknown key 'spec_tokns' .*did you mean 'spec_tokens'"),
-        ({"concurrency": "1,x"}, "concurrency='x'"),
-        ({"request_rate": "inf"}, "request_rate='inf'"),
-        ({"temperature": float("nan")}, "temperature=nan"),
-        ({"concurrency": [1.5]}, "concurrency=1.5"),
+        ({"concurrency": "1,x"}, r"concurrency\.1='x' does not fit"),
+        ({"request_rate": "inf"}, "request_rate=inf is out of range"),
+        ({"temperature": float("nan")}, "temperature=nan is out of range"),
+        ({"concurrency": [1.5]}, r"concurrency\.0=1.5 does not fit"),
         ({"concurrency": "0"}, "concurrency=0 is out of range"),
         ({"request_rate": "-1"}, "request_rate=-1.0 is out of range"),
         ({"repeats": 0}, "repeats=0"),
-        ({"repeats": "three"}, "repeats='three' is not understood"),
-        ({"raw": "yes"}, "raw='yes' is not understood"),
+        ({"repeats": "three"}, "repeats='three' does not fit"),
+        ({"raw": "perhaps"}, "raw='perhaps' does not fit"),
         ({"spec_tokens": "3"}, "no drafter"),
         ({"spec_method": "medusa"}, "medusa is unknown"),
         ({"backend": "tensorrt"}, "backend 'tensorrt' is unknown"),
@@ -69,7 +68,7 @@ def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> 
 def test_model_and_out_are_needed(missing: str) -> None:
     given = {"model": "m", "out": "o"}
     del given[missing]
-    with pytest.raises(ConfigError, match=f"names no {missing}"):
+    with pytest.raises(ConfigError, match=f"does not set {missing}"):
         make_plan(given, "here")
 
 
@@ -89,16 +88,16 @@ def test_engine_has_room_for_all_streams_unless_told() -> None:
 
 
 def test_engines_of_one_gpu_share_its_memory() -> None:
-    methods = [Drafting("none"), Drafting("ngram", None, 2), Drafting("ngram", None, 5)]
+    settings = [Setting("none"), Setting("ngram", 2), Setting("ngram", 5)]
     asked = []
 
     def build(model: str, config: Any, drafter: Any, vllm: Any) -> Any:
         asked.append(config.gpu_memory_utilization)
         return NullBackend()
 
-    engines = Engines(plan(gpu_memory_utilization=0.8), methods, build)
-    for drafting in methods:
-        engines.get(drafting)
+    engines = Engines(plan(gpu_memory_utilization=0.8), settings, build)
+    for setting in settings:
+        engines.get(setting)
     assert asked == pytest.approx([0.4, 0.8])  # ngram's engine serves both depths
 
 

@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 
-from peagle.bench import series, timings
-from peagle.bench.line_plots import load_label
-from peagle.bench.plot_style import LOOKS, NARROW, SPARE, WIDE, look_of, render
-from peagle.bench.plots import all_plots
-from peagle.bench.results import Results
-from peagle.bench.settings import Setting
-from peagle.bench.speed_plot import speed_up_plot
-from peagle.bench.time_plot import time_plot
+from peagle.bench.analysis import series
+from peagle.bench.report.plot_style import LOOKS, NARROW, SPARE, WIDE, look_of, render
+from peagle.bench.report.plots import all_plots, load_label, speed_up_plot, time_plot
+from peagle.bench.results.document import Results
+from peagle.bench.results.settings import Setting
 from peagle.errors import ConfigError
 
 from .made import HEAD, HEADS, RATES, make_cell, make_results, modelled_grid
@@ -70,7 +67,7 @@ def test_positions_are_those_of_the_deepest_k(grid: Results) -> None:
 
 
 def test_the_parts_of_the_time_add_up_to_the_engines_time_per_token(grid: Results) -> None:
-    bars = timings.time_breakdown(grid)["1"]
+    bars = series.time_breakdown(grid)["1"]
     assert [bar.setting.method for bar in bars] == ["none", "ngram", "eagle3", "p-eagle"]
     assert bars[0].draft == 0
     # none at one request: 21 ms of verification and 1 ms of the rest for each token
@@ -167,5 +164,5 @@ def test_request_rates_are_drawn_beside_concurrencies() -> None:
     assert series.loads(results) == ["1", "2.5/s"]
     assert {cell.head for cell in rated} == {None, HEADS["eagle3"]}
     assert [p.load for p in series.speed_ups(results)["chat"]["eagle3"]] == ["1"]
-    assert set(timings.latency_tails(results, "chat", "ttft")[Setting("none", 0)]) == {"1", "2.5/s"}
+    assert set(series.latency_tails(results, "chat", "ttft")[Setting("none", 0)]) == {"1", "2.5/s"}
     assert render(all_plots(results)[0])

@@ -12,14 +12,12 @@ from typing import Any
 
 import pytest
 
-from peagle.bench.plots import all_plots
-from peagle.bench.report import write_plots, write_report
+from peagle.bench.analysis.tune import tune
 from peagle.bench.report.answers import samples_block
-from peagle.bench.report.page import build_page
-from peagle.bench.report.verdict import headline, sentences
-from peagle.bench.results import Agreement, Lossless, Results
-from peagle.bench.sameness import lossless_verdict
-from peagle.bench.tune import tune
+from peagle.bench.report.page import build_page, write_plots, write_report
+from peagle.bench.report.plots import all_plots
+from peagle.bench.report.verdict import headline, lossless_verdict, sentences
+from peagle.bench.results.document import Agreement, Lossless, Results
 
 from .browser import Browser, find_browser, started_browser
 from .made import make_cell, make_lossless, make_results, make_samples, modelled_grid
@@ -50,8 +48,8 @@ def html() -> str:
 @pytest.fixture
 def one_plot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures take most of the time and are tested elsewhere: the first stands for all."""
-    for module in ("peagle.bench.report.page", "peagle.bench.report"):
-        monkeypatch.setattr(f"{module}.all_plots", lambda results: all_plots(results)[:1])
+    module = "peagle.bench.report.page"
+    monkeypatch.setattr(f"{module}.all_plots", lambda results: all_plots(results)[:1])
 
 
 class Reader(HTMLParser):

@@ -9,21 +9,27 @@ from typing import Any
 
 import pytest
 
-from peagle.bench.cells import Category, Cell, Latencies, Quantiles, Run
-from peagle.bench.results import (
-    Difference,
-    HeadInfo,
+from peagle.bench.results.document import (
+    AnswerDifference,
+    Category,
+    Cell,
+    CellRun,
+    Latencies,
     Lossless,
     Manifest,
+    MeasuredHead,
+    Quantiles,
     Results,
     Sample,
     SampleToken,
     WorkloadInfo,
+    from_json,
+    load_results,
+    save_results,
 )
-from peagle.bench.results_file import from_json, load_results, save_results
 from peagle.errors import DataError
 
-RUN = Run(
+RUN = CellRun(
     otps=10.0,
     latencies=Latencies(ttft=Quantiles(1.0, 2.0, 3.0, 1.5)),
     num_requests=3,
@@ -43,11 +49,11 @@ RESULTS = Results(
         max_tokens=64,
         temperature=0.0,
         num_repeats=2,
-        heads=[HeadInfo("h", "p-eagle")],
+        heads=[MeasuredHead("h", "p-eagle")],
         workloads=[WorkloadInfo("w", "ab", 3)],
     ),
     [Cell("p-eagle", 5, "w", concurrency=1, head="x/h", repeats=[RUN, replace(RUN, otps=14.0)])],
-    Lossless(2, 1, 0, [Difference("p-eagle", 5, "w", "1", 0, "p", 0, 3, 1, 2, 0.5)]),
+    Lossless(2, 1, 0, [AnswerDifference("p-eagle", 5, "w", "1", 0, "p", 0, 3, 1, 2, 0.5)]),
     [Sample("w", "p", "q", "p-eagle", 5, [SampleToken("a", True)])],
 )
 
@@ -93,11 +99,11 @@ def damaged(change: dict[str, Any], *path: str | int) -> Any:
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ([], "no result of peagle bench"),
+        ([], "not a result of peagle bench"),
         (damaged({"version": 99}), "version 99"),
         (damaged({"otps": "fast"}, "cells", 0, "repeats", 0), r"repeats\[0\].otps is 'fast'"),
-        (damaged({"otps": True}, "cells", 0, "repeats", 0), "otps is True, not float"),
-        (damaged({"modell": "x"}, "manifest"), "unknown key 'modell'"),
+        (damaged({"otps": True}, "cells", 0, "repeats", 0), "otps is True, not a valid number"),
+        (damaged({"modell": "x"}, "manifest"), r"manifest\.modell is an unknown key"),
         (damaged({"request_rate": 1.0}, "cells", 0), "concurrency or request_rate"),
         (damaged({"cells": 3}), "cells is 3"),
     ],
@@ -110,7 +116,7 @@ def test_damaged_file_is_refused_with_its_place(document: Any, message: str) -> 
 def test_missing_key_is_named() -> None:
     document = damaged({})
     del document["manifest"]["model"]
-    with pytest.raises(DataError, match="'model'"):
+    with pytest.raises(DataError, match=r"manifest\.model is missing"):
         from_json(document, "r.json")
 
 

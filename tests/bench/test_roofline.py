@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from peagle.bench.gpus import find_gpu
-from peagle.bench.shapes import DecoderShape, drafter_shape
-from peagle.bench.step_costs import RooflineCosts
+from peagle.bench.simulate.roofline import DecoderShape, RooflineCosts, drafter_shape, find_gpu
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 QWEN3_8B = DecoderShape(

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from peagle.bench.results import Results
-from peagle.bench.results_file import load_results
-from peagle.bench.store import Store
+from peagle.bench.results.document import Results, load_results
+from peagle.bench.results.store import Store
 from peagle.cli.options import build_backend
 from peagle.errors import BackendError, ConfigError, HeadError, RequestError
 

@@ -10,14 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle.bench.acceptance import Profile, profile_of_rates, profiles_of, read_profiles
-from peagle.bench.gpus import Assumptions, Gpu, find_gpu, gpu_table
-from peagle.bench.measured_costs import measured_costs
-from peagle.bench.results_file import save_results
-from peagle.bench.shapes import decoder_shape, drafter_shape
-from peagle.bench.simulate import best_by_concurrency, predict, predict_grid
-from peagle.bench.step_costs import RooflineCosts
-from peagle.bench.validate import measured_table, validate
+from peagle.bench.results.document import save_results
+from peagle.bench.simulate.acceptance import Profile, profile_of_rates, profiles_of, read_profiles
+from peagle.bench.simulate.predict import best_by_concurrency, predict, predict_grid, validate
+from peagle.bench.simulate.roofline import (
+    Assumptions,
+    Gpu,
+    RooflineCosts,
+    decoder_shape,
+    drafter_shape,
+    find_gpu,
+    gpu_table,
+)
+from peagle.bench.simulate.step_costs import measured_costs, measured_table
 from peagle.errors import ConfigError, DataError, ModelError
 
 from .made import make_cell, make_results, modelled_grid

@@ -12,15 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle.bench.costs import cost_of, peagle_config, vllm_config
-from peagle.bench.gains import gains_at, mixed_speeds
-from peagle.bench.intervals import Interval
-from peagle.bench.ratios import scatter_of, unpaired_ratio
+from peagle.bench.analysis.gains import gains_at, mixed_speeds, scatter_of, unpaired_ratio
+from peagle.bench.analysis.series import speed_ups
+from peagle.bench.analysis.tune import cost_of, peagle_config, tune, vllm_config
 from peagle.bench.report.tables import speed_tables
-from peagle.bench.series import speed_ups
-from peagle.bench.settings import Setting, by_place, distinct_names, series_names
-from peagle.bench.tune import tune
-from peagle.cli.bench_table import print_results
+from peagle.bench.results.intervals import Interval
+from peagle.bench.results.settings import Setting, by_place, distinct_names, series_names
+from peagle.cli.bench import print_results
 from peagle.config import SpeculativeConfig
 from peagle.errors import DataError
 

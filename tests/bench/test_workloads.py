@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from peagle.bench.null_backend import NullTokenizer
-from peagle.bench.prompter import Prompter, random_tokens, without_misfits
-from peagle.bench.workloads import Task, in_turn, load_workload, split_references
+from peagle.bench.run.null_backend import NullTokenizer
+from peagle.bench.workloads.prompter import Prompter, random_tokens, without_misfits
+from peagle.bench.workloads.sources import load_workload, split_references
+from peagle.bench.workloads.workload import Task, in_turn
 from peagle.data.prompts import Conversation
 from peagle.errors import ConfigError, DataError
 
