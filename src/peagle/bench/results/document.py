@@ -14,7 +14,7 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from peagle.bench.results.intervals import Interval, t_interval
 from peagle.errors import DataError
@@ -318,13 +318,14 @@ def decode(cls: type[_T], document: Any, where: str) -> _T:
 
     try:
         # As JSON: from Python objects, strict mode would take instances of the dataclasses only.
-        return _adapter(cls).validate_json(json.dumps(document), strict=True, extra="forbid")
+        adapter = _adapter(cast("Any", cls))
+        return cast("_T", adapter.validate_json(json.dumps(document), strict=True, extra="forbid"))
     except ValidationError as error:
         raise _misfit(error.errors()[0], cls, where) from None
 
 
 @functools.cache
-def _adapter(cls: type[_T]) -> TypeAdapter[_T]:
+def _adapter(cls: type) -> TypeAdapter[Any]:
     from pydantic import TypeAdapter
 
     return TypeAdapter(cls)

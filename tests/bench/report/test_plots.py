@@ -16,7 +16,7 @@ from peagle.bench.results.document import Results
 from peagle.bench.results.settings import Setting
 from peagle.errors import ConfigError
 
-from .made import HEAD, HEADS, RATES, make_cell, make_results, modelled_grid
+from ..made import HEAD, HEADS, RATES, make_cell, make_results, modelled_grid
 
 
 @pytest.fixture(scope="module")

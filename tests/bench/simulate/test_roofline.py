@@ -12,7 +12,7 @@ import pytest
 
 from peagle.bench.simulate.roofline import DecoderShape, RooflineCosts, drafter_shape, find_gpu
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 QWEN3_8B = DecoderShape(
     hidden_size=4096, intermediate_size=12288, num_layers=36,
     num_heads=32, num_kv_heads=8, head_dim=128, vocab_size=151_936,

@@ -1,10 +1,13 @@
-"""How an engine of this process is driven: later turns are written beside its steps."""
+"""An engine of this process as a client, and what the harness itself costs."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
+
+import pytest
 
 from peagle.bench.run.backend_client import BackendClient
 from peagle.bench.run.driver import Load, Outcome, drive
@@ -84,3 +87,24 @@ def test_prompts_that_others_opened_on_the_backend_are_not_reported() -> None:
     backend.add_request(TokenizedPrompt(None, [1]), SamplingParams(max_tokens=3))
     outcome = run(backend, Prompter(backend.get_tokenizer()))
     assert sorted(len(record.counts) for record in outcome.records) == [2, 2, 40]
+
+
+PROMISED = 20_000  # tokens per second
+
+
+def tokens_per_cpu_second(streams: int) -> float:
+    backend = NullBackend()
+    client = BackendClient(backend, Prompter(backend.get_tokenizer()))
+    params = SamplingParams(temperature=0.0, max_tokens=256)
+    tasks = [Task(f"t{n}", ("a question",)) for n in range(max(64, streams))]
+    begun = time.process_time()
+    run = measure(drive(client, tasks, Load(concurrency=streams), lambda task, turn: params))
+    assert run.num_output_tokens == 256 * len(tasks)
+    return run.num_output_tokens / (time.process_time() - begun)
+
+
+@pytest.mark.parametrize("streams", [1, 16, 128])
+def test_harness_handles_the_promised_tokens_per_second(streams: int) -> None:
+    # CPU time of this thread alone, best of three: the claim is about us, not the machine's load.
+    # Rendering prompts and working out the figures count too.
+    assert max(tokens_per_cpu_second(streams) for _ in range(3)) >= PROMISED

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 REPORT = ROOT / "benchmarks" / "reports" / "smollm2_h200" / "results.json"
 WORKLOADS = {"humaneval": "HumanEval", "mt-bench": "MT-Bench"}
 METHODS = {"p-eagle": "P-EAGLE", "eagle3": "EAGLE-3"}

@@ -12,7 +12,7 @@ from peagle.bench.analysis.compare import compare
 from peagle.bench.results.document import Cell
 from peagle.errors import ConfigError
 
-from .made import HEAD, make_cell, make_results, modelled_grid
+from ..made import HEAD, make_cell, make_results, modelled_grid
 
 OLD = (100.0, 101.0, 99.0)
 

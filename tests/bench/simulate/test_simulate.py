@@ -25,7 +25,7 @@ from peagle.bench.simulate.roofline import (
 from peagle.bench.simulate.step_costs import measured_costs, measured_table
 from peagle.errors import ConfigError, DataError, ModelError
 
-from .made import make_cell, make_results, modelled_grid
+from ..made import make_cell, make_results, modelled_grid
 
 LLAMA_8B = decoder_shape(
     {
@@ -203,7 +203,7 @@ def test_profiles_are_read_from_rates_results_and_the_heads_file(tmp_path: Path)
     assert read_profiles("0.5,0.25", ["p-eagle"])["p-eagle"].length(2) == 1.75
     save_results(modelled_grid(), tmp_path)
     assert read_profiles(str(tmp_path), [])["p-eagle"].length(1) == pytest.approx(1.79, abs=0.03)
-    heads = Path(__file__).parents[2] / "benchmarks/results/heads_h200.json"
+    heads = Path(__file__).parents[3] / "benchmarks/results/heads_h200.json"
     published = read_profiles(str(heads), [])
     assert set(published) == {"p-eagle", "eagle3"}
     assert published["p-eagle"].length(5) == 3.1628

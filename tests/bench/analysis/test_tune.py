@@ -22,7 +22,7 @@ from peagle.cli.bench import print_results
 from peagle.config import SpeculativeConfig
 from peagle.errors import DataError
 
-from .made import HEAD, make_cell, make_results, modelled_grid
+from ..made import HEAD, make_cell, make_results, modelled_grid
 
 NONE = make_cell("none", 0, (100.0, 102.0, 98.0))
 
