@@ -96,7 +96,7 @@ def _profiles(acceptance: str | None, method: str) -> dict[str, Profile]:
 
 
 def _depths(spec_tokens: str | None, profiles: dict[str, Profile], flags: CostFlags) -> list[int]:
-    """As asked for, or every K that all profiles know and for which there are step times."""
+    """The K that were asked for, or all that every profile knows and that have step times."""
     if spec_tokens is not None:
         return _ints(spec_tokens)
     first = max(min(profile.lengths) for profile in profiles.values())

@@ -72,7 +72,7 @@ def tune_command(
 def _costs(
     advice: Advice, dollars: float | None, wanted: float | None, gpus: int
 ) -> tuple[Cost, Cost]:
-    """Of what is advised, and of no speculation."""
+    """The cost of what is advised, and that of no speculation."""
     pair = [
         cost_of(choice.otps.mean, num_gpus=gpus, gpu_dollars_per_hour=dollars, wanted_otps=wanted)
         for choice in (advice.best, advice.plain)

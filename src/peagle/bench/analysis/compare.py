@@ -24,7 +24,7 @@ from peagle.errors import ConfigError
 
 Verdict = Literal["faster", "slower", "same", "unknown"]  # unknown: one repeat has no noise
 Key = tuple[Place, Setting]
-TOLERANCE = 0.02  # a loss below this share is no regression, however sure it is
+TOLERANCE = 0.02  # a loss below this share is not a regression, however sure it is
 
 
 @dataclass(frozen=True)

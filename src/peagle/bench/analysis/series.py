@@ -114,7 +114,7 @@ def _drafting_runs(results: Results) -> dict[tuple[str, Setting], list[CellRun]]
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Seconds of one output token, by what they went into."""
+    """Seconds of one output token, by the part of a step that they went into."""
 
     setting: Setting
     draft: float

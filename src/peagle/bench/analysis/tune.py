@@ -123,7 +123,7 @@ def tune(results: Results) -> Tuning:
         raise DataError("nothing was measured yet", hint="run peagle bench again to go on")
     if not table:
         raise DataError(
-            "no cell of method none at a concurrency: there is nothing to gain over",
+            "method none was not measured at a concurrency, so there is nothing to gain over",
             hint="measure the same workloads without a drafter, too, and by --concurrency",
         )
     loads = sorted({place.load for place in table}, key=load_key)
@@ -222,7 +222,7 @@ def cost_of(
 
 
 def peagle_config(setting: Setting) -> dict[str, Any] | None:
-    """For `--speculative-config` of `peagle generate` and its like; None: no speculation."""
+    """The value of `--speculative-config` for peagle's verbs; None: no speculation."""
     if setting.method == NONE:
         return None
     config = {
@@ -234,7 +234,7 @@ def peagle_config(setting: Setting) -> dict[str, Any] | None:
 
 
 def vllm_config(setting: Setting) -> dict[str, Any] | None:
-    """For `vllm serve --speculative-config`: both kinds of head are eagle3 there."""
+    """The value of `vllm serve --speculative-config`: both kinds of head are eagle3 there."""
     config = peagle_config(setting)
     if config is None or setting.method not in ("p-eagle", "eagle3", "ngram"):
         return config

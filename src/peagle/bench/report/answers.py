@@ -57,7 +57,7 @@ def _setting(sample: Sample) -> Setting:
 
 
 def _short_label(sample: Sample, group: Sequence[Sample]) -> str:
-    """Without the head where the method has one only."""
+    """The head is left out where the method has only one."""
     setting = _setting(sample)
     heads = {s.head for other in group if (s := _setting(other)).method == setting.method}
     name = setting.method if len(heads) == 1 else sample.method

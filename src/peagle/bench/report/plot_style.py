@@ -142,7 +142,7 @@ def label_ends(
 
 
 def thinned(loads: Sequence[str], most: int) -> list[str]:
-    """At most so many, evenly, the first and the last among them."""
+    """At most `most` of them, evenly spaced, with the first and the last."""
     if len(loads) <= most:
         return list(loads)
     step = (len(loads) - 1) / (most - 1)

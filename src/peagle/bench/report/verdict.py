@@ -28,9 +28,7 @@ class KeyFigure:
 
 def headline(tuning: Tuning | None) -> str:
     if tuning is None:
-        return (
-            "What speculation gains cannot be said: method none was not measured at a concurrency."
-        )
+        return "What speculation gains is not known: method none was not measured at a concurrency."
     advice = tuning.overall
     if advice.off:
         return f"Speculation does not pay over all of this traffic: {advice.why}."
@@ -158,7 +156,8 @@ def lossless_verdict(lossless: Lossless | None, dtype: str) -> str:
 
 
 def agreements(lossless: Lossless) -> tuple[Agreement | None, Agreement | None]:
-    """Without and with speculation. Results of before they were kept apart count as with."""
+    """Those without speculation and those with it; results that do not tell them apart count as
+    with it."""
     if lossless.plain is None and lossless.speculative is None:
         return None, _of_differences(lossless)
     return lossless.plain, lossless.speculative

@@ -93,7 +93,7 @@ class CellRun:
 
 @dataclass(frozen=True)
 class Summary:
-    """Over a cell's whole repeats (partial ones are left out where a whole one exists)."""
+    """The mean of a cell's whole repeats; partial ones count only where there is no whole one."""
 
     otps: Interval
     steady_otps: float | None
@@ -221,7 +221,7 @@ class Lossless:
     different: int
     not_comparable: int = 0  # later turns of a conversation that differed before
     differences: list[AnswerDifference] = field(default_factory=list)  # some of each run's
-    # The same figures without and with speculation. None in results of before they were kept.
+    # The same figures without and with speculation. None: the file does not tell them apart.
     plain: Agreement | None = None
     speculative: Agreement | None = None
 
@@ -254,7 +254,7 @@ class Results:
     version: int = FORMAT_VERSION
 
     def to_json(self) -> dict[str, Any]:
-        """The document, each cell with its summary for readers that do no sums."""
+        """The document, each cell with its summary."""
         record = asdict(self)
         for cell, entry in zip(self.cells, record["cells"], strict=True):
             summary = cell.summary()

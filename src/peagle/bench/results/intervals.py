@@ -53,7 +53,7 @@ def t_quantile(degrees: int) -> float:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Of sorted values, linear between neighbours, as numpy's default does."""
+    """A percentile of sorted values, linear between neighbours, as numpy's default is."""
     assert ordered
     rank = share * (len(ordered) - 1)
     below = math.floor(rank)

@@ -81,7 +81,7 @@ def short_name(setting: Setting, names: Names) -> str:
 
 
 def full_name(setting: Setting) -> str:
-    """With the head, for a reader who does not see the others."""
+    """The short name with the head, for a reader who does not see the other settings."""
     head = f" ({Path(setting.head).name})" if setting.head else ""
     return short_name(setting, {setting.series: f"{setting.method}{head}"})
 
@@ -100,7 +100,7 @@ def place_of(cell: Cell) -> Place:
 
 
 def usable_repeats(cell: Cell) -> dict[int, CellRun]:
-    """By their numbers: the whole repeats, or the partial ones where there is nothing else. Those
+    """Number -> repeat: the whole ones, or the partial ones where there is nothing else. Repeats
     without a token are left out."""
     runs = {number: run for number, run in enumerate(cell.repeats) if run.otps > 0}
     whole = {number: run for number, run in runs.items() if not run.partial}

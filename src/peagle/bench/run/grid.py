@@ -76,7 +76,7 @@ def grid_settings(plan: BenchPlan, heads: Sequence[HeadLimits]) -> tuple[list[Se
 
 
 def _settings_of(head: HeadLimits, depths: Sequence[int], notes: list[str]) -> list[Setting]:
-    """At the depths that the head can reach; `notes` gets a line on those that it cannot."""
+    """A setting for each depth that the head can reach; `notes` gets a line on the others."""
     within = [k for k in depths if k <= head.deepest]
     most = f"{head.reference} drafts at most {head.deepest} tokens"
     if not within:
@@ -89,7 +89,7 @@ def _settings_of(head: HeadLimits, depths: Sequence[int], notes: list[str]) -> l
 def make_cells(
     plan: BenchPlan, settings: Sequence[Setting], workloads: Sequence[str]
 ) -> list[GridCell]:
-    """Grouped by drafter, so that few engines need to be alive at once."""
+    """Cells are grouped by drafter, so that few engines need to be alive at once."""
     loads = [Load(concurrency=c) for c in sorted(set(plan.concurrencies))]
     loads += [Load(request_rate=rate) for rate in sorted(set(plan.request_rate))]
     return [
@@ -128,7 +128,7 @@ def head_limits(references: Sequence[str], model: str) -> list[HeadLimits]:
 
 
 def head_info(limits: HeadLimits) -> MeasuredHead:
-    """With a digest of its files, so that a head trained on is another head."""
+    """Holds a digest of its files: a head that was trained further is another head."""
     folder, digest = resolve_head(limits.reference), hashlib.sha256()
     for path in (folder / CONFIG, *sorted(folder.glob("*.safetensors"))):
         with path.open("rb") as file:

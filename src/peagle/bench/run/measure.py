@@ -96,7 +96,7 @@ def merged(records: Iterable[Record]) -> SpecDecodeStats | None:
 
 
 def _wall(records: Sequence[Record]) -> float:
-    """From the first start or scheduled arrival to the last token, cut answers included."""
+    """Seconds from the first start or scheduled arrival to the last token, cut answers included."""
     ends = [record.times[-1] for record in records if record.times]
     return max(ends) - min(record.begun for record in records) if ends else 0.0
 

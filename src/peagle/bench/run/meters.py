@@ -26,7 +26,7 @@ class GpuWatch:
             threading.Thread(target=self._read, args=(self._tool,), daemon=True).start()
 
     def mean(self, begun: float, ended: float) -> float | None:
-        """Between two times of time.perf_counter."""
+        """The mean between two times of time.perf_counter."""
         return mean_utilization(line for at, line in list(self._lines) if begun <= at <= ended)
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ def _start_tool() -> subprocess.Popen[str] | None:
 
 
 def mean_utilization(lines: Iterable[str]) -> float | None:
-    """Over time, of the GPU that had most to do; None if there is nothing. Lines are
+    """The mean over time of the GPU that had most to do; None without lines. Lines are
     `index, percent`."""
     shares: dict[str, list[int]] = {}
     for line in lines:

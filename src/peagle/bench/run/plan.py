@@ -130,7 +130,7 @@ def _require(ok: bool, name: str, value: object, allowed: str) -> None:
 
 
 def make_plan(given: Mapping[str, Any], where: str) -> BenchPlan:
-    """From the keys of a file or of flags; unknown keys are errors that name the nearest."""
+    """Takes the keys of a file or of flags; an unknown key is an error that names the nearest."""
     options = {key: value for key, value in given.items() if value is not None}
     for key, how in NEEDED.items():
         if key not in options:

@@ -74,7 +74,7 @@ class RunFiles:
         return compare_answers(records, reference, about, gaps_of=gaps_of, tokenizer=tokenizer)
 
     def _samples(self, planned: PlannedRun, records: Sequence[Record]) -> list[Sample]:
-        """From the first repeat at the least load."""
+        """Samples are taken from the first repeat at the least load."""
         least = next(c.load for c in self.cells if c.workload == planned.cell.workload)
         if planned.repeat or planned.cell.load != least or self.session.tokenizer is None:
             return []

@@ -24,8 +24,8 @@ from peagle.speculation.noise import derive_seed
 
 WARMUP_TOKENS = 32  # on a GPU whole answers: graphs of longer contexts are captured too
 WARMUP_REQUESTS = 4  # where a request rate does not say how many run at once
-MOST_TRIES = 3  # of a run during which the backend had to compile something
-MOST_SAVING = 0.05  # of the time may go into results.json; runs have files of their own at once
+MOST_TRIES = 3  # a run is repeated while the backend has to compile something
+MOST_SAVING = 0.05  # share of the time that may go into results.json; each run has its own file
 
 
 class GridProgress(Protocol):
@@ -124,8 +124,8 @@ class GridRunner:
         return outcome, run
 
     def _warm_up(self, cell: GridCell) -> None:
-        """Once per engine, drafter and load: code is compiled and memory touched before it counts.
-        An engine that was closed and built anew is cold again."""
+        """Runs once per engine, drafter and load, so that code is compiled and memory touched
+        before it counts. An engine that was closed and built anew is cold again."""
         count = self.plan.warmup
         if count is None:
             count = cell.load.concurrency or WARMUP_REQUESTS

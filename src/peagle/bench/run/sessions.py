@@ -36,7 +36,7 @@ Build = Callable[[str, EngineConfig, SpeculativeConfig | None, VllmOptions | Non
 
 class Session(Protocol):
     tokenizer: Any  # None where the model cannot be read here
-    device: str | None  # of this process's engine; None: it runs elsewhere
+    device: str | None  # where this process's engine runs; None: it runs elsewhere
 
     def client(self, setting: Setting) -> Client: ...
 
@@ -88,7 +88,7 @@ class EngineSession:
         return None
 
     def gaps_of(self, setting: Setting) -> GapsOf | None:
-        """vLLM's K holds for all requests, so it cannot be asked for the plain target's."""
+        """None on vLLM: its K holds for all requests, so it cannot run the plain target."""
         if self.plan.backend != EMBEDDED:
             return None
         return partial(self.gaps.of, self.engines.get(setting))
@@ -133,7 +133,7 @@ class EndpointSession:
 
 
 def _tokenizer(model: str) -> Any:
-    """Only for random tokens and for texts of samples; a server's model may be unknown here."""
+    """Needed only for random tokens and texts of samples; a server's model may be unknown here."""
     try:
         return load_tokenizer(resolve_model(model, local_files_only=True))
     except PeagleError:
@@ -171,7 +171,7 @@ class Engines:
         return backend
 
     def number(self, setting: Setting) -> int:
-        """Another one after the engine was closed and built again."""
+        """It changes when the engine is closed and built again."""
         self.get(setting)
         return self._numbers[self._key(setting)]
 

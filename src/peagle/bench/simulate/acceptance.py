@@ -33,7 +33,7 @@ class Profile:
                 raise ConfigError(f"an acceptance length of {length:g} at K = {k} is impossible")
 
     def length(self, k: int) -> float:
-        """Between two measured K on the straight line; beyond the deepest there is no guess."""
+        """Between two measured K the straight line is taken; beyond the deepest it is an error."""
         if not 1 <= k <= max(self.lengths):
             raise ConfigError(
                 f"acceptance at K = {k} is not known", hint=f"use K from 1 to {max(self.lengths)}"
@@ -42,7 +42,7 @@ class Profile:
 
 
 def profile_of_rates(rates: Sequence[float]) -> Profile:
-    """From per-position acceptance: shares of all steps, which never rise."""
+    """`rates` are per-position acceptance: shares of all steps, which never rise."""
     if any(not 0 <= rate <= 1 for rate in rates):
         raise ConfigError(f"per-position acceptance {list(rates)} is not within 0 to 1")
     if any(later > earlier + 1e-9 for earlier, later in pairwise(rates)):
@@ -72,7 +72,7 @@ def read_profiles(text: str, methods: Sequence[str]) -> dict[str, Profile]:
 
 
 def profiles_of(results: Results) -> dict[str, Profile]:
-    """By method, over all workloads and loads."""
+    """One profile per method, over all workloads and loads."""
     runs: dict[str, dict[int, list[CellRun]]] = {}
     for cell in results.cells:
         for run in usable_runs(cell):
@@ -86,8 +86,8 @@ def profiles_of(results: Results) -> dict[str, Profile]:
 
 
 def tokens_per_step(runs: Iterable[CellRun]) -> float:
-    """Over all steps: an n-gram drafter often has nothing to propose, and such a step yields one
-    token. So this is at most the mean acceptance length, which leaves them out."""
+    """The mean over all steps. An n-gram drafter often has nothing to propose, and such a step
+    yields one token; the mean acceptance length leaves those steps out, so this is at most that."""
     stats = [run.stats for run in runs]
     steps = sum(s.get("num_steps") or s["num_drafts"] for s in stats)
     return 1.0 + float(sum(s["num_accepted_tokens"] for s in stats) / steps)
@@ -115,7 +115,7 @@ def _from_document(document: Any, where: str) -> dict[str, Profile]:
             way = next(iter(document["acceptance"].values()))
             return {str(document["method"]): _by_k(way["all"])}
     except (AttributeError, KeyError, TypeError, StopIteration) as error:
-        raise DataError(f"{where} has acceptance in a form not known: {error!r}") from None
+        raise DataError(f"{where} holds acceptance in an unknown form: {error!r}") from None
     return {}
 
 

@@ -21,7 +21,7 @@ from peagle.errors import ConfigError, ModelError
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 P_EAGLE_LAYERS, EAGLE3_LAYERS = 4, 1  # of the released heads
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
-SMALL_KERNELS = 4  # of a layer: two norms, rotation with the cache's write, activation
+SMALL_KERNELS = 4  # in a layer: two norms, rotation with the cache's write, activation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class DecoderShape:
         return h * (attention + self.kv_values_per_token()), attention * h, 2 * h * i, i * h
 
     def kv_values_per_token(self) -> int:
-        """In the cache of one layer."""
+        """Keys and values in the cache of one layer."""
         return 2 * self.num_kv_heads * self.head_dim
 
 
@@ -60,7 +60,7 @@ class DrafterShape:
 
 
 def decoder_shape(config: Mapping[str, Any], where: str) -> DecoderShape:
-    """From a transformers config.json, text models of dense layers."""
+    """Reads a transformers config.json of a text model with dense layers."""
     config = config.get("text_config", config)
     if any((config.get(key) or 0) > 1 for key in EXPERT_KEYS):
         raise ModelError(
@@ -89,7 +89,9 @@ def drafter_shape(
     if method == "ngram":
         return None
     if method not in ("p-eagle", "eagle3"):
-        raise ConfigError(f"no sizes for method {method!r}", hint="p-eagle, eagle3 or ngram")
+        raise ConfigError(
+            f"method {method!r} has no known sizes", hint="use p-eagle, eagle3 or ngram"
+        )
     parallel = method == "p-eagle"
     layers = num_layers or (P_EAGLE_LAYERS if parallel else EAGLE3_LAYERS)
     decoder = replace(target, num_layers=layers, vocab_size=vocab or target.vocab_size)
@@ -141,9 +143,10 @@ def find_gpu(name: str, dtype: str) -> Gpu:
     table = gpu_table()
     row = table.get(name.lower())
     if row is None:
-        raise ConfigError(f"no preset for GPU {name!r}", hint=f"known: {', '.join(table)}")
+        raise ConfigError(f"GPU {name!r} is not known", hint=f"use one of: {', '.join(table)}")
     if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"no peak for dtype {dtype!r}", hint=f"known: {', '.join(DTYPE_BYTES)}")
+        names = ", ".join(DTYPE_BYTES)
+        raise ConfigError(f"dtype {dtype!r} has no known peak", hint=f"use one of: {names}")
     tflops = row["tflops"][dtype]
     if tflops is None:
         raise ConfigError(f"{row['name']} has no {dtype} products", hint="use --dtype bfloat16")

@@ -66,11 +66,13 @@ class MeasuredCosts:
 def measured_costs(document: object, where: str) -> MeasuredCosts:
     rows = document.get("step_costs") if isinstance(document, Mapping) else None
     if not isinstance(rows, list) or not rows:
-        raise DataError(f"{where} has no list step_costs", hint="see peagle simulate --help")
+        raise DataError(
+            f"{where} does not have a list step_costs", hint="see peagle simulate --help"
+        )
     steps = [decode(MeasuredStep, row, f"{where}: step_costs[{n}]") for n, row in enumerate(rows)]
     for n, step in enumerate(steps):
         if step.part not in (PLAIN, *PARTS) or not step.seconds >= 0 or step.concurrency < 1:
-            raise DataError(f"{where}: step_costs[{n}] makes no sense: {rows[n]}")
+            raise DataError(f"{where}: step_costs[{n}] is out of range: {rows[n]}")
     return MeasuredCosts(tuple(steps))
 
 
@@ -78,7 +80,7 @@ def _read(
     steps: Sequence[MeasuredStep], what: str, k: int, concurrency: int, context: int
 ) -> float:
     """Along the context, then the concurrency, then k. Past the last context its value is kept,
-    past the others there is no guess."""
+    past the others it is an error."""
     by_k: dict[int, float] = {}
     for k_measured in {s.k for s in steps}:
         by_load: dict[int, float] = {}
@@ -105,12 +107,12 @@ def measured_table(results: Results) -> MeasuredCosts:
             groups.setdefault(key, []).append(step)
     means = [replace(s[0], seconds=fmean(x.seconds for x in s)) for s in groups.values()]
     if not means:
-        raise DataError("no cell has step times", hint="bench the embedded engine")
+        raise DataError("no cell has step times", hint="run peagle bench on the embedded engine")
     return MeasuredCosts(tuple(means))
 
 
 def steps_of(cell: Cell) -> list[MeasuredStep]:
-    """Seconds of one step of all requests at once: the engine's clock counts steps per request."""
+    """The parts of one step of all requests; the engine's clock counts steps per request."""
     runs = [run for run in usable_runs(cell) if run.stats.get("num_steps")]
     seconds = {part: sum(run.stats.get(f"{part}_time", 0.0) for run in runs) for part in PARTS}
     if not runs or not sum(seconds.values()) or cell.concurrency is None:

@@ -50,12 +50,12 @@ class Workload:
     tasks: tuple[Task, ...]
     bad: tuple[BadPrompt, ...] = ()
     raw: bool = False
-    max_tokens: int | None = None  # of its answers, where the workload fixes it
+    max_tokens: int | None = None  # in an answer, where the workload fixes it
     ignore_eos: bool = False
 
     @property
     def sha256(self) -> str:
-        """Over what is asked, in its order; names and categories do not change the work."""
+        """Hashes what is asked, in its order; names and categories do not change the work."""
         asked = [[t.system, *t.turns, t.num_random_tokens] for t in self.tasks]
         content = json.dumps([asked, self.raw, self.max_tokens, self.ignore_eos])
         return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
@@ -67,19 +67,19 @@ class Workload:
         )
 
     def without(self, refused: Sequence[BadPrompt]) -> Workload:
-        """Without the tasks that a model cannot take; `where` of each is the task's id."""
+        """Leaves out tasks that a model cannot take; `where` of each is the task's id."""
         names = {bad.where for bad in refused}
         kept = tuple(task for task in self.tasks if task.id not in names)
         return replace(self, tasks=kept, bad=(*self.bad, *refused))
 
     def num_tasks_of(self, num_answers: int) -> int:
-        """How many give so many answers, on average over their turns."""
+        """The number of tasks that give `num_answers` answers, on average over their turns."""
         turns = sum(task.num_turns for task in self.tasks) / len(self.tasks)
         return math.ceil(num_answers / turns)
 
     def first(self, count: int) -> list[Task]:
-        """So many tasks, categories in turn; asked again from the start where there are fewer.
-        The first 8 are among the first 16."""
+        """`count` tasks, categories in turn; they are asked again from the start where there are
+        fewer. The first 8 are among the first 16."""
         tasks = in_turn(self.tasks)[:count]
         while len(tasks) < count:
             number, source = divmod(len(tasks), len(self.tasks))
