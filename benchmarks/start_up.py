@@ -32,7 +32,7 @@ STEPS = {
     "load_tokenizer": "tokenizer",
     "load_engine_target": "weights",
     "load_speculation": "head",
-    "build_engine": "engine",
+    "Engine": "engine",
 }
 STAGES = (
     *("interpreter", "import torch", "import peagle", "device"),

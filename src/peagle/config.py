@@ -85,6 +85,7 @@ class EngineConfig:
     quantization: Quantization | None = None  # of the target's linear layers
     # On a GPU: the target's rows have the same bits alone and beside any others; kernels/policy.py.
     batch_invariant: bool = False
+    warm_up: bool = False  # on a GPU: capture the graphs of common steps at the start
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory that all of it may take
     kv_cache_memory_bytes: int | None = None  # None: on a GPU what is free, see engine/memory.py
 

@@ -106,10 +106,28 @@ def test_what_the_padding_slot_holds_changes_no_bit_of_the_others(
 
 def test_beyond_the_largest_size_there_are_multiples_of_it() -> None:
     assert [padded(n, BATCH_SIZES) for n in (1, 3, 9, 256, 257, 600)] == [1, 4, 16, 256, 512, 768]
-    assert [padded(n, ITEM_COUNTS) for n in (0, 1, 9, 128, 129)] == [0, 8, 16, 128, 256]
+    assert [padded(n, ITEM_COUNTS) for n in (0, 1, 9, 128, 129)] == [0, 4, 12, 128, 256]
 
 
 @given(st.integers(1, 5000))
 def test_at_most_half_of_a_batch_is_padding(count: int) -> None:
     size = padded(count, BATCH_SIZES)
     assert count <= size < 2 * count or size == count == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_warming_up_takes_every_shape_that_greedy_requests_meet(method: str) -> None:
+    engine = tiny.make_engine(target(), head(method), 3, max_num_seqs=9, static=True)
+    tiny.run(engine, [Job(p, GREEDY, joins=n) for n, p in enumerate(tiny.prompts(12, seed=1))])
+    common = engine.runner._common_shapes(3, engine.scheduler.max_num_batched_tokens)
+    met = {shape for shape in tiny.watched(engine).shapes if shape.sampling == "greedy"}
+    assert {shape.batch for shape in met} == {1, 2, 4, 8, 16}
+    assert met <= set(common)
+    assert len(set(common)) == len(common)
+    assert max(shape.batch for shape in common) == 16
+
+
+def test_without_graphs_there_is_nothing_to_warm_up() -> None:
+    told: list[tuple[int, int]] = []
+    tiny.make_engine(target(), static=True).warm_up(lambda *counts: told.append(counts))
+    assert told == [(0, 0)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
@@ -335,6 +335,12 @@ class Engine:
         if request.finish_reason is None:
             self.scheduler.finish(request)
         request.finish("stop")
+
+    @torch.inference_mode()
+    def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Captures the CUDA graphs of common steps now rather than when each is first met."""
+        depth = self.speculation.num_speculative_tokens if self.speculation else 0
+        self.runner.warm_up(depth, self.scheduler.max_num_batched_tokens, progress)
 
     @property
     def num_graphs(self) -> int:

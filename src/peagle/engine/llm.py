@@ -57,6 +57,8 @@ class LLM:
         )
         self._counter = itertools.count()
         self._active: dict[Request, PromptAnswers] = {}
+        if config.warm_up:
+            self.engine.warm_up()
 
     def generate(
         self,

@@ -7,7 +7,7 @@ host waits for nothing until it reads a report.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -27,7 +27,8 @@ from peagle.models.drafter import SequenceDraft
 # Which few shapes there are graphs for. Rows of a prompt that attend together; items of them.
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 ROWS_PER_ITEM = 16
-ITEM_COUNTS = (0, 8, 16, 32, 64, 128)
+ITEM_COUNTS = (0, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+WARM_CONTEXTS = (128, 256, 512, 1024)  # of the longest request, for steps captured ahead
 
 
 def padded(count: int, sizes: tuple[int, ...]) -> int:
@@ -100,9 +101,42 @@ class Runner:
         inputs = self._inputs(shape, slots, caps, chunks)
         if self._memory is None or host is not None:
             return self._run_eagerly(Step(self.models, shape), inputs, host)
+        return Report(*self._graph(shape).run(inputs))
+
+    def warm_up(self, depth: int, max_rows: int, progress: Callable[[int, int], None]) -> None:
+        """Captures the shapes that greedy requests meet: every size of a batch and of prompts, for
+        contexts of WARM_CONTEXTS. `progress` hears how many of how many are done: of none where
+        steps are not graphs."""
+        shapes = [] if self._memory is None else self._common_shapes(depth, max_rows)
+        progress(0, len(shapes))
+        for done, shape in enumerate(shapes, start=1):
+            self._graph(shape)
+            progress(done, len(shapes))
+
+    def _common_shapes(self, depth: int, max_rows: int) -> list[StepShape]:
+        """The largest first: the memory of a graph serves all that need less."""
+        last = padded(self.models.state.padding, BATCH_SIZES)  # the last slot is padding
+        shapes = [
+            StepShape(
+                batch=batch,
+                depth=depth,
+                sampling="greedy",
+                num_splits=self.num_splits(batch, context),
+                num_items=num_items,
+                rows_per_item=ROWS_PER_ITEM,
+            )
+            for num_items in reversed(ITEM_COUNTS)
+            for batch in reversed(BATCH_SIZES)
+            for context in WARM_CONTEXTS
+            if batch <= last and num_items <= padded(-(-max_rows // ROWS_PER_ITEM), ITEM_COUNTS)
+        ]
+        return list(dict.fromkeys(shapes))
+
+    def _graph(self, shape: StepShape) -> GraphedStep:
+        assert self._memory is not None
         if shape not in self._graphs:
             self._graphs[shape] = GraphedStep(Step(self.models, shape), self._memory)
-        return Report(*self._graphs[shape].run(inputs))
+        return self._graphs[shape]
 
     def _run_eagerly(self, step: Step, inputs: Tensor, host: HostSampling | None) -> Report:
         begun = Mark(self.device)

@@ -66,7 +66,7 @@ class Policy:
 
 FAST = Policy(
     batch_invariant=False,
-    max_fused_rows=256,
+    max_fused_rows=512,
     max_normed_rows=16,
     max_turned_rows=32,
     max_logit_rows=32,

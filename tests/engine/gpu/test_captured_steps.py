@@ -162,3 +162,13 @@ def test_rejection_has_the_targets_distribution() -> None:
     engine = captured_engine(*models("cuda", head, vocab_size=SMALL_VOCAB), "rejection")
     check_distribution(engine, SamplingParams(max_tokens=LENGTH + 1, temperature=1.3), samples=300)
     assert any(shape.by_rejection for shape in captured_shapes(engine))
+
+
+def test_after_a_warm_up_greedy_requests_capture_nothing() -> None:
+    engine = captured_engine(*models("cuda", HEADS["p-eagle"]), "coupled")
+    told: list[tuple[int, int]] = []
+    engine.warm_up(lambda *counts: told.append(counts))
+    captured = captured_shapes(engine)
+    assert told == [(n, len(captured)) for n in range(len(captured) + 1)]
+    tiny.run(engine, jobs_of([GREEDY]))
+    assert captured_shapes(engine) == captured
