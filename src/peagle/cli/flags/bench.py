@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any
 
 import typer
 
+from peagle.backends.vllm.options import VllmOptions
 from peagle.bench.run.plan import BenchPlan
+from peagle.cli.flags import doc_of
+from peagle.config import EngineConfig
 
 ANSWERS_PER_STREAM = BenchPlan.answers_per_stream
 
@@ -21,9 +24,14 @@ def _work(help_text: str, metavar: str | None = None, flag: str | None = None) -
     return typer.Option(*names, help=help_text, metavar=metavar, rich_help_panel="Workload")
 
 
-def _engine(help_text: str, metavar: str | None = None, *, flag: str | None = None) -> Any:
+def _engine(name: str, note: str = "", *, flag: str | None = None) -> Any:
+    """The help of an engine's option stands at the field of the engine's config."""
+    is_ours = name in {field.name for field in fields(EngineConfig)}
+    doc = doc_of(EngineConfig if is_ours else VllmOptions, name)
+    assert doc is not None
+    owner = "" if is_ours else "vLLM: "
     names = (flag,) if flag else ()
-    return typer.Option(*names, help=help_text, metavar=metavar, rich_help_panel="Engine")
+    return typer.Option(*names, help=f"{owner}{doc.text} {note}".strip(), rich_help_panel="Engine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,26 +87,31 @@ class BenchFlags:
     raw: Annotated[bool | None, _work("No chat template.", flag="--raw")] = None
     seed: Annotated[int | None, _work("Of sampling, arrivals and random tokens.")] = None
     backend: Annotated[
-        str | None, _engine("embedded (default), vllm, or the address of a server.", "NAME|URL")
+        str | None,
+        typer.Option(
+            help="embedded (default), vllm, or the address of a server.",
+            metavar="NAME|URL",
+            rich_help_panel="Engine",
+        ),
     ] = None
-    dtype: Annotated[str | None, _engine("auto, float32, bfloat16 ...")] = None
-    device: Annotated[str | None, _engine("auto, cpu, cuda, cuda:1 ...")] = None
-    max_model_len: Annotated[int | None, _engine("Longest prompt and answer together.")] = None
+    dtype: Annotated[str | None, _engine("dtype")] = None
+    device: Annotated[str | None, _engine("device")] = None
+    max_model_len: Annotated[int | None, _engine("max_model_len")] = None
     max_num_seqs: Annotated[
-        int | None, _engine("Requests at once; default: room for all streams.")
+        int | None, _engine("max_num_seqs", "Default: room for all streams.")
     ] = None
-    max_num_batched_tokens: Annotated[int | None, _engine("Tokens per step.")] = None
-    block_size: Annotated[int | None, _engine("Tokens per KV block.")] = None
-    kv_cache_memory_bytes: Annotated[int | None, _engine("KV cache.")] = None
-    tensor_parallel_size: Annotated[int | None, _engine("vLLM: GPUs that share a layer.")] = None
-    quantization: Annotated[str | None, _engine("fp8; vLLM: awq, gptq ... too")] = None
+    max_num_batched_tokens: Annotated[int | None, _engine("max_num_batched_tokens")] = None
+    block_size: Annotated[int | None, _engine("block_size")] = None
+    kv_cache_memory_bytes: Annotated[int | None, _engine("kv_cache_memory_bytes")] = None
+    tensor_parallel_size: Annotated[int | None, _engine("tensor_parallel_size")] = None
+    quantization: Annotated[str | None, _engine("quantization")] = None
     batch_invariant: Annotated[
-        bool | None, _engine("The same bits at any concurrency.", flag="--batch-invariant")
+        bool | None, _engine("batch_invariant", flag="--batch-invariant")
     ] = None
-    gpu_memory_utilization: Annotated[float | None, _engine("Share of the GPU's memory.")] = None
-    kv_cache_dtype: Annotated[str | None, _engine("vLLM: auto, fp8 ...")] = None
-    enable_prefix_caching: Annotated[bool | None, _engine("vLLM: keep shared prompts.")] = None
-    enforce_eager: Annotated[bool | None, _engine("vLLM: no graphs.")] = None
+    gpu_memory_utilization: Annotated[float | None, _engine("gpu_memory_utilization")] = None
+    kv_cache_dtype: Annotated[str | None, _engine("kv_cache_dtype")] = None
+    enable_prefix_caching: Annotated[bool | None, _engine("enable_prefix_caching")] = None
+    enforce_eager: Annotated[bool | None, _engine("enforce_eager")] = None
 
     def given(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
