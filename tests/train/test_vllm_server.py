@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from peagle.backends.vllm.server import is_healthy
 from peagle.errors import DataError, ModelError
+from peagle.http import is_healthy
 from peagle.train.features.vllm_features import Workers
 from peagle.train.features.vllm_server import RequiredStates, ServerPlan, VllmServer, make_room
 from peagle.train.recipe import VllmSection

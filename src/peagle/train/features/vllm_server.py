@@ -22,12 +22,11 @@ import torch
 
 from peagle.backends.vllm.install import find_vllm
 from peagle.backends.vllm.log import last_words
-from peagle.backends.vllm.server import is_healthy
 from peagle.checkpoints.references import resolve_model
 from peagle.errors import BackendError, ConfigError, DataError, ModelError
+from peagle.http import Endpoint, is_healthy
 from peagle.models.config import DecoderConfig
 from peagle.models.target import TargetModel
-from peagle.prepare.endpoint import Endpoint
 from peagle.train.features import server_guard
 from peagle.train.features.vllm_client import StatesClient, folder_name, served_model
 from peagle.train.features.vllm_features import VllmFeatures
