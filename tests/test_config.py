@@ -10,7 +10,6 @@ import pytest
 from peagle.config import from_mapping
 from peagle.errors import ConfigError
 
-
 KNOWN = "known: name, count, share, limit, quick, inner"
 
 
