@@ -106,7 +106,6 @@ def connect(section: VllmSection, need: RequiredStates) -> StatesClient:
 def plan_server(
     section: VllmSection, need: RequiredStates, root: Path, num_requests: int
 ) -> ServerPlan:
-    on_gpu = torch.cuda.is_available() if section.device == "auto" else section.device == "cuda"
     return ServerPlan(
         model=resolve_model(need.model),
         layer_ids=need.layer_ids,
@@ -115,11 +114,15 @@ def plan_server(
         max_positions=need.sizes.max_position_embeddings,
         dtype=str(need.dtype).removeprefix("torch."),
         num_requests=num_requests,
-        on_gpu=on_gpu,
+        on_gpu=runs_on_gpu(section),
         command=section.command or installed_command(),
         args=section.args,
         devices=section.devices,
     )
+
+
+def runs_on_gpu(section: VllmSection) -> bool:
+    return torch.cuda.is_available() if section.device == "auto" else section.device == "cuda"
 
 
 def make_room(section: VllmSection, need: RequiredStates) -> tuple[Path, int]:
@@ -159,8 +162,7 @@ def shell_command(recipe: Recipe) -> str:
         inputs.head.aux_hidden_state_layer_ids,
         int(inputs.dataset.lengths.max()),
     )
-    on_gpu = section.device == "cuda" or (section.device == "auto" and torch.cuda.is_available())
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+    dtype = torch.bfloat16 if runs_on_gpu(section) else torch.float32
     need = RequiredStates(recipe.target.model, inputs.sizes, aux_hidden_states, longest, dtype)
     root = Path(section.folder or MEMORY / "peagle-states")
     return plan_server(section, need, root, section.requests).shell_command()
