@@ -10,13 +10,12 @@ import os
 import shlex
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -27,7 +26,7 @@ from peagle.errors import BackendError, ConfigError, DataError, ModelError
 from peagle.http import Endpoint, is_healthy
 from peagle.models.config import DecoderConfig
 from peagle.models.target import TargetModel
-from peagle.train.features import server_guard
+from peagle.processes import GuardedProcess
 from peagle.train.features.vllm_client import StatesClient, folder_name, served_model
 from peagle.train.features.vllm_features import VllmFeatures
 from peagle.train.inputs import read_inputs
@@ -35,7 +34,6 @@ from peagle.train.recipe import Recipe, VllmSection
 
 CPU_CONNECTOR = Path(__file__).parents[2] / "backends" / "vllm_connector"
 START_PAUSE = 0.5  # seconds
-END_TIMEOUT = server_guard.GRACE + 10.0
 MEMORY = Path("/dev/shm")
 USABLE_SHARE = 0.5  # of a folder's free space
 
@@ -245,25 +243,18 @@ class VllmServer:
         self.log = log
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", server_guard.__name__, str(plan.root), *plan.arguments()]
-        command += ["--host=127.0.0.1", f"--port={port}"]
+        words = [*plan.arguments(), "--host=127.0.0.1", f"--port={port}"]
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as output:
-            self._guard = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **plan.variables()},
-                start_new_session=True,  # Ctrl-C is for us: we end it in our own time
-            )
-        self.close = weakref.finalize(self, end, self._guard)
+        with log.open("w") as output:
+            self._process = start(words, output, plan)
+        self.close = weakref.finalize(self, self._process.close)
         self._wait(timeout)
 
     def still_alive(self) -> None:
-        if self._guard.poll() is not None:
+        code = self._process.exit_code
+        if code is not None:
             raise ModelError(
-                f"vLLM ended with {self._guard.returncode}: {last_words(self._log_lines())}",
+                f"vLLM ended with {code}: {last_words(self._log_lines())}",
                 hint=f"its log is {self.log}",
             )
 
@@ -283,14 +274,12 @@ class VllmServer:
             time.sleep(START_PAUSE)
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Closing its input tells the guard to end the server."""
-    assert process.stdin is not None
-    process.stdin.close()
+def start(words: list[str], output: IO[str], plan: ServerPlan) -> GuardedProcess:
     try:
-        process.wait(END_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        process.kill()
+        return GuardedProcess(words, output, variables=plan.variables(), folder=plan.root)
+    except OSError as error:
+        shutil.rmtree(plan.root, ignore_errors=True)
+        raise ModelError(f"cannot start {words[0]}: {error.strerror}") from None
 
 
 def free_port() -> int:
