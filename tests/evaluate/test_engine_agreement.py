@@ -29,7 +29,7 @@ from peagle.train.loop import TrainingRun
 from peagle.train.setup import assemble
 
 K = 4
-TAPS = (2, 3, 5)
+AUX_LAYERS = (2, 3, 5)
 EOS = (5, 17, 23)  # common enough that some answers end by them
 GENERATOR = torch.Generator().manual_seed(5)
 PROMPTS = [torch.randint(tiny.VOCAB, (1 + n % 7,), generator=GENERATOR).tolist() for n in range(16)]
@@ -80,7 +80,7 @@ def evaluator(dataset: Dataset, **options: Any) -> Evaluator:
     return Evaluator(
         dataset,
         list(range(len(dataset))),
-        OnlineFeatures(target(), TAPS),
+        OnlineFeatures(target(), AUX_LAYERS),
         K,
         tokens_per_row=128,
         max_rows=200,

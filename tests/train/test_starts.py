@@ -19,7 +19,7 @@ from peagle.train.planner import build_planner
 from peagle.train.setup import assemble
 from train import tiny
 
-TAPS = [2, 3, 3]  # the last is the input of the target's last three layers
+AUX_LAYERS = [2, 3, 3]  # the last is the input of the target's last three layers
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def network(folder: Path, target: TargetModel, **head: Any) -> EagleNetwork:
 
 
 def copied(folder: Path, target: TargetModel) -> EagleNetwork:
-    options = {"num_hidden_layers": 3, "aux_hidden_state_layer_ids": TAPS}
+    options = {"num_hidden_layers": 3, "aux_hidden_state_layer_ids": AUX_LAYERS}
     return network(folder, target, copy_target_layers=True, **options)
 
 
@@ -69,7 +69,7 @@ def test_without_the_embeddings_part_it_says_what_the_target_says(data: Path) ->
     first = made.layers[0]
     assert isinstance(first, FirstLayer)
     row = tiny.packed([20, 12], 32)
-    features = OnlineFeatures(target, tuple(TAPS))(row)
+    features = OnlineFeatures(target, tuple(AUX_LAYERS))(row)
     (segment,) = build_planner(tiny.recipe(data), 4)(row, torch.Generator()).segments
     with torch.no_grad():
         noisy = real_rows(made, segment, features)

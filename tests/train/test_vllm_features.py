@@ -29,13 +29,15 @@ from peagle.train.setup import assemble
 from train import tiny
 from train.states_server import FakeVllm, serving_states
 
-TAPS = (2, 3, 5)
+AUX_LAYERS = (2, 3, 5)
 LAYERS = (2, 3, 5, 6)
 
 
 @contextlib.contextmanager
 def source_of(
-    fake: FakeVllm, aux_hidden_states: tuple[int, ...] = TAPS, target: TargetModel | None = None
+    fake: FakeVllm,
+    aux_hidden_states: tuple[int, ...] = AUX_LAYERS,
+    target: TargetModel | None = None,
 ) -> Iterator[VllmFeatures]:
     target = target or tiny.target()
     client = StatesClient(Endpoint(fake.url, "tiny", retries=1, first_wait=0.0), fake.layer_ids)
@@ -65,7 +67,7 @@ def assert_same_features(ours: Features, theirs: Features, used: int) -> None:
 def test_features_of_a_packed_row_are_those_of_the_target_in_process(fake: FakeVllm) -> None:
     row = tiny.packed([17, 1, 30], 64)
     with source_of(fake) as source:
-        assert_same_features(ask(source, row), OnlineFeatures(tiny.target(), TAPS)(row), 48)
+        assert_same_features(ask(source, row), OnlineFeatures(tiny.target(), AUX_LAYERS)(row), 48)
     assert sorted(len(prompt) for prompt in fake.prompts[1:]) == [1, 17, 30]
 
 
@@ -103,7 +105,7 @@ def test_the_next_row_is_asked_for_while_the_first_is_on_its_way(tmp_path: Path)
         wait_until(lambda: len(fake.prompts) == 1 + 4)  # the probe and all four documents
         fake.open.set()
         for row, states in zip(rows, fetched, strict=True):
-            online = OnlineFeatures(tiny.target(), TAPS)(row)
+            online = OnlineFeatures(tiny.target(), AUX_LAYERS)(row)
             assert_same_features(source(row, states), online, 11)
 
 
@@ -116,7 +118,7 @@ def wait_until(happened: Callable[[], bool]) -> None:
 
 def test_a_source_that_nobody_holds_leaves_no_thread(fake: FakeVllm) -> None:
     client = StatesClient(Endpoint(fake.url, "tiny"), LAYERS)
-    source = VllmFeatures(client, tiny.target(), TAPS, num_requests=2)
+    source = VllmFeatures(client, tiny.target(), AUX_LAYERS, num_requests=2)
     ask(source, tiny.packed([5, 7, 9], 32))
     threads = [t for t in threading.enumerate() if t.name.startswith("vllm-states")]
     assert len(threads) == 2
@@ -148,11 +150,11 @@ def test_states_before_the_last_layer_are_not_taken_for_its(tmp_path: Path) -> N
         client = StatesClient(Endpoint(fake.url, "tiny"), (2, 3, 4, 5))
         client.layer_ids = (2, 3, 5, 6)
         with pytest.raises(DataError, match="the head needs 'layers-2-3-5-6'"):
-            VllmFeatures(client, tiny.target(), TAPS, num_requests=1)
+            VllmFeatures(client, tiny.target(), AUX_LAYERS, num_requests=1)
         fake.root.joinpath("layers-2-3-5-6").symlink_to(fake.folder)
         renamed = RenamingClient(Endpoint(fake.url, "tiny"), (2, 3, 5, 6))
         with pytest.raises(DataError, match="does not follow"):
-            VllmFeatures(renamed, tiny.target(), TAPS, num_requests=1)
+            VllmFeatures(renamed, tiny.target(), AUX_LAYERS, num_requests=1)
 
 
 class RenamingClient(StatesClient):
@@ -240,7 +242,7 @@ def test_a_refusal_and_a_dead_server_end_the_run_with_their_reason(fake: FakeVll
             ask(source, tiny.packed([6], 8))
 
 
-def need(longest: int, aux_hidden_states: tuple[int, ...] = TAPS) -> RequiredStates:
+def need(longest: int, aux_hidden_states: tuple[int, ...] = AUX_LAYERS) -> RequiredStates:
     return RequiredStates("tiny", tiny.target().config, aux_hidden_states, longest, torch.float64)
 
 
@@ -258,7 +260,7 @@ def test_another_mount_of_the_servers_folder_is_found(fake: FakeVllm, tmp_path: 
     source = open_features(section, need(20), tiny.target(), tmp_path / "log")
     assert source.client.folder == tmp_path / "mount" / "layers-2-3-5-6"
     row = tiny.packed([7], 8)
-    assert_same_features(ask(source, row), OnlineFeatures(tiny.target(), TAPS)(row), 7)
+    assert_same_features(ask(source, row), OnlineFeatures(tiny.target(), AUX_LAYERS)(row), 7)
     source.close()
 
 
@@ -268,7 +270,7 @@ def test_every_document_of_a_dataset_comes_back_as_its_own(fake: FakeVllm, tmp_p
     with source_of(fake) as source:
         rows = [pack(dataset, [i, 11 - i], 50) for i in range(6)]
         fetched = [source.fetch(row) for row in rows]
-        online = OnlineFeatures(tiny.target(), TAPS)
+        online = OnlineFeatures(tiny.target(), AUX_LAYERS)
         for row, states in zip(rows, fetched, strict=True):
             assert_same_features(source(row, states), online(row), 48)
 

@@ -60,7 +60,7 @@ def value_of(arguments: list[str], flag: str) -> str:
     return found
 
 
-def test_vllm_is_told_to_extract_the_tapped_layers_and_the_last_without_prefix_caching() -> None:
+def test_vllm_is_told_to_extract_the_aux_layers_and_the_last_without_prefix_caching() -> None:
     arguments = plan(Path("/states")).arguments()
     speculative = json.loads(value_of(arguments, "--speculative-config"))
     assert speculative["method"] == "extract_hidden_states"

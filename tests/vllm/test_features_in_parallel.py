@@ -19,7 +19,7 @@ from peagle.teacher_forcing.features import OnlineFeatures
 from peagle.train.features.vllm_server import RequiredStates, open_features
 from peagle.train.recipe import VllmSection
 
-TAPS = (2, 3, 3)
+AUX_LAYERS = (2, 3, 3)
 LENGTHS = (100, 37, 60)
 CPU = torch.device("cpu")
 
@@ -60,12 +60,14 @@ def test_tensor_parallel_states_are_those_of_the_whole_target(
     )
     whole = load_target(tmp_path / "model", dtype=torch.float32, device=CPU)
     layerless = load_layerless(tmp_path / "model", dtype=torch.float32, device=CPU)
-    need = RequiredStates(str(tmp_path / "model"), whole.config, TAPS, max(LENGTHS), torch.float32)
+    need = RequiredStates(
+        str(tmp_path / "model"), whole.config, AUX_LAYERS, max(LENGTHS), torch.float32
+    )
     source = open_features(section, need, layerless, tmp_path / "vllm.log")
     tokens = [torch.randint(512, (length,)) for length in LENGTHS]
     masks = [torch.ones(length) for length in LENGTHS]
     row = lay_out(tokens, masks, [0, 1, 2], sum(LENGTHS))
-    ours, theirs = source(row, source.fetch(row)), OnlineFeatures(whole, TAPS)(row)
+    ours, theirs = source(row, source.fetch(row)), OnlineFeatures(whole, AUX_LAYERS)(row)
     assert "Worker_TP1" in (tmp_path / "vllm.log").read_text()
     torch.testing.assert_close(
         ours.aux_hidden_states,
