@@ -72,7 +72,7 @@ class InFlight(Generic[_Open]):
 
 
 class EmbeddedAnswers(InFlight[Request]):
-    """From the embedded engine."""
+    """Answers from the embedded engine."""
 
     def __init__(self, engine: Engine, params: SamplingParams) -> None:
         super().__init__(params, engine.scheduler.max_num_seqs)
@@ -98,7 +98,7 @@ class EmbeddedAnswers(InFlight[Request]):
 
 
 class VllmAnswers(InFlight[OpenRequest]):
-    """From vLLM in this process."""
+    """Answers from vLLM in this process."""
 
     def __init__(self, backend: VllmBackend, params: SamplingParams) -> None:
         super().__init__(params, backend.max_num_seqs)
