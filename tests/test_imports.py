@@ -68,7 +68,7 @@ def test_a_lower_layer_never_imports_a_higher_one(path: Path) -> None:
 
 
 HELP = "import sys; sys.argv = ['peagle', '--help']; from peagle.cli.main import run; run()"
-HEAVY = ("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "gguf")
+HEAVY = ("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "gguf", "httpx")
 
 
 @pytest.mark.parametrize("code", ["import peagle", HELP], ids=["import", "help"])

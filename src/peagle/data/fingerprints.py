@@ -13,7 +13,7 @@ def template_fingerprint(tokenizer: Any) -> str | None:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A digest of its tokens and their ids: files may be written in other ways and mean the same."""
+    """A digest of its tokens and their ids: files may be written otherwise and mean the same."""
     return _digest(sorted(tokenizer.get_vocab().items()))
 
 
