@@ -45,7 +45,7 @@ class AnswerSource(Protocol):
     def close(self) -> None: ...
 
 
-class InFlight(Generic[_Open]):
+class EngineAnswers(Generic[_Open]):
     """Questions in flight in an engine of this process, which is kept full: more wait than run,
     so a free place is taken at once."""
 
@@ -71,7 +71,7 @@ class InFlight(Generic[_Open]):
         return done
 
 
-class EmbeddedAnswers(InFlight[Request]):
+class EmbeddedAnswers(EngineAnswers[Request]):
     """Answers from the embedded engine."""
 
     def __init__(self, engine: Engine, params: SamplingParams) -> None:
@@ -97,7 +97,7 @@ class EmbeddedAnswers(InFlight[Request]):
         self.asked.clear()
 
 
-class VllmAnswers(InFlight[OpenRequest]):
+class VllmAnswers(EngineAnswers[OpenRequest]):
     """Answers from vLLM in this process."""
 
     def __init__(self, backend: VllmBackend, params: SamplingParams) -> None:
