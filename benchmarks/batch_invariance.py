@@ -31,13 +31,13 @@ from torch import Tensor
 
 from peagle.files import write_json
 from peagle.kernels.gpu import linear
+from peagle.kernels.gpu.attention import batch_invariant_splits, choose_splits
 from peagle.kernels.gpu.best_token import best_tokens
-from peagle.kernels.gpu.choose import choose_tokens
 from peagle.kernels.gpu.layers import run_layers
-from peagle.kernels.gpu.linear import Tile, batch_invariant_tile, invariant_logits
+from peagle.kernels.gpu.linear import LinearTile, batch_invariant_tile, invariant_logits
 from peagle.kernels.gpu.norms import rms_norm
-from peagle.kernels.gpu.tiles import batch_invariant_splits, choose_splits
-from peagle.kernels.layer import LayerTensors, Projection
+from peagle.kernels.gpu.sampling import sample_tokens
+from peagle.kernels.layer_tensors import LayerTensors, Projection
 from peagle.kernels.policy import BATCH_INVARIANT, FAST, Policy
 from peagle.kernels.rows import PagedRows, RowGroups
 from peagle.provenance import provenance
@@ -253,13 +253,13 @@ def microseconds(step: Callable[[], Any], device: torch.device) -> float:
 
 
 def choose(stack: Stack, hidden: Tensor, policy: Policy) -> Tensor:
-    if policy.chooses_without_logits(hidden):
+    if policy.greedy_without_logits(hidden):
         return best_tokens(hidden, stack.table, None).token_ids
     if hidden.is_cuda:
         logits = torch.mm(hidden, stack.table.t(), out_dtype=torch.float32)
     else:
         logits = hidden.float() @ stack.table.float().t()
-    return choose_tokens(logits, None, None).token_ids
+    return sample_tokens(logits, None, None).token_ids
 
 
 def steps(stack: Stack, rows: int, policy: Policy) -> tuple[Callable[[], Tensor], ...]:
@@ -311,7 +311,7 @@ def compare_instructions(device: torch.device) -> dict[str, int]:
         sums = [
             linear._product(
                 x, weight, None, None, None, None, False, torch.float32,
-                Tile(rows, 64, 64, warps=4, stages=3),
+                LinearTile(rows, 64, 64, warps=4, stages=3),
             )
             for rows in (32, 64)
         ]  # fmt: skip
@@ -322,7 +322,7 @@ def compare_instructions(device: torch.device) -> dict[str, int]:
 # --- other tiles
 
 
-def candidates(block: Tile) -> list[Tile]:
+def candidates(block: LinearTile) -> list[LinearTile]:
     """Each with one chain of sums."""
     if block.rows >= 64:
         forms = [(64, 32, 4, 5), (64, 64, 4, 4), (128, 64, 4, 4), (128, 128, 8, 3), (128, 64, 8, 4)]

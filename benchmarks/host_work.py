@@ -32,7 +32,7 @@ from peagle.engine.runner import Report, Runner
 from peagle.engine.scheduler import Chunk
 from peagle.engine.step import StepShape
 from peagle.files import write_json
-from peagle.kernels.reference.batch import HEADER
+from peagle.kernels.device_batch import HEADER
 from peagle.provenance import provenance
 from peagle.sampling_params import SamplingParams
 

@@ -33,11 +33,11 @@ KINDS = {  # how a kernel's name tells what it is for; the first that fits
     "rotary embedding, cache write": ("_rotate",),
     "products with norm, gate, residual": ("_fused_linear", "_qkv_to_cache"),
     "products (cuBLAS)": ("gemm", "cutlass", "nvjet", "cublas", "splitK", "gemv"),
-    "norms and gates": ("_rms_norm", "_norm_pair", "_weigh_rows", "_silu", "_quantize_row"),
+    "norms and gates": ("_rms_norm", "_norm_pair", "_weigh_rows", "_silu", "_quantize"),
     "output product with choosing": ("product_peaks_kernel",),
-    "choosing tokens": ("peaks_kernel", "merge_kernel", "scores_kernel", "borders_kernel"),
-    "laws": ("masses_kernel", "laws_kernel"),
-    "rejection": ("coins_kernel", "accept_kernel", "sums_kernel", "draw_kernel"),
+    "choosing tokens": ("peaks_kernel", "merge_kernel", "scores_kernel", "thresholds_kernel"),
+    "laws": ("masses_kernel", "probs_kernel"),
+    "rejection": ("uniforms_kernel", "accept_kernel", "sums_kernel", "draw_kernel"),
     "bookkeeping of the batch": ("_begin", "_plan", "_expand", "_embed", "_pick", "_commit"),
 }
 

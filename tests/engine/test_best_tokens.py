@@ -13,7 +13,7 @@ from peagle.engine.engine import Engine
 from peagle.kernels import policy
 from peagle.kernels.policy import BATCH_INVARIANT, FAST, Policy
 from peagle.kernels.reference import best_token
-from peagle.kernels.reference.choose import Chosen
+from peagle.kernels.reference.sampling import SampledTokens
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 
@@ -26,9 +26,9 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=6)
 
 @pytest.fixture
 def _any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    chooses = Policy.chooses_without_logits
+    chooses = Policy.greedy_without_logits
     none = dataclasses.replace(FAST, max_logit_rows=0)
-    monkeypatch.setattr(Policy, "chooses_without_logits", lambda _, hidden: chooses(none, hidden))
+    monkeypatch.setattr(Policy, "greedy_without_logits", lambda _, hidden: chooses(none, hidden))
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def watch(engine: Engine) -> list[int]:
     """The numbers of rows that are chosen without logits, as the engine runs."""
     counts: list[int] = []
 
-    def best_tokens(hidden: Tensor, weight: Tensor, ids: Tensor | None) -> Chosen:
+    def best_tokens(hidden: Tensor, weight: Tensor, ids: Tensor | None) -> SampledTokens:
         counts.append(hidden.shape[0])
         return best_token.best_tokens(hidden, weight, ids)
 
@@ -114,9 +114,9 @@ def test_nan_fails_its_own_request_alone(method: str, static: bool) -> None:
 def test_only_half_precision_rows_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for dtype in (torch.bfloat16, torch.float16):
-        assert FAST.chooses_without_logits(torch.empty(33, 8, dtype=dtype))
-        assert not FAST.chooses_without_logits(torch.empty(32, 8, dtype=dtype))
-        assert BATCH_INVARIANT.chooses_without_logits(torch.empty(1, 8, dtype=dtype))
+        assert FAST.greedy_without_logits(torch.empty(33, 8, dtype=dtype))
+        assert not FAST.greedy_without_logits(torch.empty(32, 8, dtype=dtype))
+        assert BATCH_INVARIANT.greedy_without_logits(torch.empty(1, 8, dtype=dtype))
     for dtype in (torch.float32, torch.float64):
-        assert not FAST.chooses_without_logits(torch.empty(33, 8, dtype=dtype))
-        assert not BATCH_INVARIANT.chooses_without_logits(torch.empty(33, 8, dtype=dtype))
+        assert not FAST.greedy_without_logits(torch.empty(33, 8, dtype=dtype))
+        assert not BATCH_INVARIANT.greedy_without_logits(torch.empty(33, 8, dtype=dtype))

@@ -13,8 +13,8 @@ from torch import Tensor
 from peagle.config import EngineConfig
 from peagle.engine.engine import Engine, Speculation
 from peagle.errors import ConfigError, RequestError
-from peagle.kernels.device_batch import make_device_batch
-from peagle.kernels.reference.batch import HEADER, begin_step, commit
+from peagle.kernels.device_batch import HEADER, make_device_batch
+from peagle.kernels.reference.batch import begin_step, commit
 from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams

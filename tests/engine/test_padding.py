@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from peagle.engine import runner as module
 from peagle.engine.engine import Engine
 from peagle.engine.runner import BATCH_SIZES, ITEM_COUNTS, ROWS_PER_ITEM, padded
-from peagle.kernels.reference.batch import HEADER
+from peagle.kernels.device_batch import HEADER
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams

@@ -13,9 +13,9 @@ from train.live_memory import LiveBytes
 from peagle.engine.memory import LOGIT_BYTES
 from peagle.engine.sampler import RejectionSampler, SampledSlots
 from peagle.errors import RequestError
-from peagle.kernels.device_batch import DeviceBatch, make_device_batch
-from peagle.kernels.reference.batch import HEADER, begin_step, commit
-from peagle.kernels.reference.rejection import Coins
+from peagle.kernels.device_batch import HEADER, DeviceBatch, make_device_batch
+from peagle.kernels.reference.batch import begin_step, commit
+from peagle.kernels.reference.rejection import RejectionUniforms
 from peagle.kernels.step_ops import StepOps, step_ops
 from peagle.models.drafter import Packing
 from peagle.models.output import OutputRows
@@ -59,14 +59,14 @@ def test_a_refused_draft_that_is_drawn_again_is_no_accepted_one() -> None:
     logits = torch.full((depth + 1, vocab_size), -20.0)
     logits[:, 0] = 20.0  # token 0: also what stands behind the bonus token
     ones = torch.ones(1, depth + 1, dtype=torch.float64)
-    refusing = Coins(ones[:, :-1], 0.5 * ones)  # 1 is no uniform, but refuses where p = q
-    ops = step_ops(CPU)._replace(rejection_coins=lambda *_: refusing)
+    refusing = RejectionUniforms(ones[:, :-1], 0.5 * ones)  # never 1 really: refuses where p = q
+    ops = step_ops(CPU)._replace(rejection_uniforms=lambda *_: refusing)
     sampler = RejectionSampler(ops, SampledSlots(state, slots, counts.num_outputs, "sampled"))
     drafts = sampler.draft(given(logits[:depth]), 0, Packing(depth, None, depth))
     assert drafts.tolist() == [[0, 0]]
     rows = Packing(depth + 1, None, depth + 1)
     sampled = sampler.verify(given(logits), drafts, counts.num_drafts, rows)
-    assert sampled.chosen.tolist() == [[0, 0, 0]]
+    assert sampled.sampled_token_ids.tolist() == [[0, 0, 0]]
     committed = commit(state, slots, counts, *sampled, 100)
     assert committed.report[0, :HEADER].tolist() == [1, depth, 0]  # one token, none accepted
     assert committed.num_outputs.tolist() == (counts.num_outputs + 1).tolist()
@@ -120,9 +120,9 @@ def test_the_gpus_kernels_choose_the_same_in_a_step(name: str) -> None:
 def chosen_by_kernels(ops: StepOps) -> StepOps:
     from peagle.kernels.gpu import choose, rejection
 
-    names = ("choose_tokens", "choose_with_laws", "token_laws")
+    names = ("sample_tokens", "sample_with_probs", "token_probs")
     chosen: dict[str, Any] = {name: getattr(choose, name) for name in names}
-    chosen |= {n: getattr(rejection, n) for n in ("rejection_coins", "verify_rejection")}
+    chosen |= {n: getattr(rejection, n) for n in ("rejection_uniforms", "verify_rejection")}
     return ops._replace(**chosen)
 
 

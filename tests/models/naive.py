@@ -1,4 +1,4 @@
-"""A drafter written a second time, from p-eagle.md alone: plain loops, nothing shared with src.
+"""A drafter written a second time, from p-eagle.md alone: simple loops, nothing shared with src.
 
 It reads a saved head's tensors under their Hugging Face names and recomputes every row from
 nothing for each draft, so no cache, no fused projection and no batching can hide a mistake.

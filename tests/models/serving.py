@@ -49,7 +49,7 @@ def make_texts(lengths: Sequence[int], aux_size: int) -> list[Text]:
     ]
 
 
-class GreedyChooser:
+class GreedySampler:
     """Picks the most likely token and keeps the logits of wanted drafts, by item and depth."""
 
     def __init__(self, num_drafts: Sequence[int], *, padded: bool) -> None:
@@ -116,18 +116,18 @@ class Server:
         if self.padded:
             items.append(Decode(len(self.texts), 0, 0, 0))  # the padding slot
             num_drafts.append(0)
-        chooser = GreedyChooser(num_drafts, padded=self.padded)
+        sampler = GreedySampler(num_drafts, padded=self.padded)
         depth = self.layout.depth(torch.tensor(num_drafts), self.max_k)
         prompt = self._prompt(chunks) if chunks or self.padded else None
         if not depth and prompt is None:
             return []
-        drafts = self.drafter.propose(self._batch(items, max(depth, 1), prompt, chooser))
+        drafts = self.drafter.propose(self._batch(items, max(depth, 1), prompt, sampler))
         out = []
         for n, (text, start, num_new, k) in enumerate(decodes):
             if k:
-                logits = torch.stack([chooser.seen.pop((n, j)) for j in range(k)])
+                logits = torch.stack([sampler.seen.pop((n, j)) for j in range(k)])
                 out.append(Served(text, start + num_new + 1, logits, drafts[n, :k].tolist()))
-        assert not chooser.seen
+        assert not sampler.seen
         return out
 
     def _batch(
@@ -135,10 +135,10 @@ class Server:
         items: Sequence[Decode],
         depth: int,
         prompt: PromptRows | None,
-        chooser: GreedyChooser,
+        sampler: GreedySampler,
     ) -> DraftBatch:
         width = self.max_k + 1 if self.padded else max((d.num_new for d in items), default=1)
-        tokens = torch.full((len(items), width), 3)  # what the target said behind rejected drafts
+        tokens = torch.full((len(items), width), 3)  # behind rejected drafts
         aux_hidden_states = self._unread(len(items) * width)
         num_real = [d.num_new if d.num_drafts else 0 for d in items]
         for n, (item, count) in enumerate(zip(items, num_real, strict=True)):
@@ -161,7 +161,7 @@ class Server:
             attend=self._attend,
             pack=self.layout.pack,
             pack_depths=partial(self.layout.pack_depths, num_drafts),
-            choose=chooser,
+            sample=sampler,
             ops=OPS,
         )
 

@@ -106,11 +106,11 @@ def test_four_products_of_each_layer_are_quantised_and_nothing_else() -> None:
 
 def test_logits_are_near_those_of_the_model_as_it_was() -> None:
     model = target()
-    plain, ours = logits(model), logits(quantised(model))
-    assert not torch.equal(plain, ours)
+    original, ours = logits(model), logits(quantised(model))
+    assert not torch.equal(original, ours)
     # each product is off by some 4 %, and four random layers add up
-    assert (ours - plain).norm() < 0.2 * plain.norm()
-    assert (ours.argmax(-1) == plain.argmax(-1)).float().mean() > 0.7
+    assert (ours - original).norm() < 0.2 * original.norm()
+    assert (ours.argmax(-1) == original.argmax(-1)).float().mean() > 0.7
 
 
 def test_a_module_that_was_bound_before_is_not_used_any_more() -> None:

@@ -1,4 +1,4 @@
-"""The training mask, against its definition in prose and against plain causal attention."""
+"""The training mask, against its definition in prose and against causal attention."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from peagle.speculation.acceptance import coupled_acceptance, rejection_acceptance
 from peagle.speculation.noise import gumbel_noise
 from peagle.speculation.sampling import sample
-from peagle.speculation.verify import coupled_acceptance, rejection_acceptance
 
 
 def slow_coupled_acceptance(p: list[float], q: list[float]) -> float:
@@ -24,7 +24,7 @@ def slow_coupled_acceptance(p: list[float], q: list[float]) -> float:
     )
 
 
-def law(*weights: int) -> Tensor:
+def probs(*weights: int) -> Tensor:
     return torch.tensor(weights, dtype=torch.float64) / sum(weights)
 
 
@@ -32,7 +32,7 @@ def law(*weights: int) -> Tensor:
 def law_pairs(draw) -> tuple[Tensor, Tensor]:
     size = draw(st.integers(1, 7))
     weights = st.lists(st.integers(0, 5), min_size=size, max_size=size).filter(any)
-    return law(*draw(weights)), law(*draw(weights))
+    return probs(*draw(weights)), probs(*draw(weights))
 
 
 @given(law_pairs())
@@ -51,15 +51,15 @@ def test_coupling_keeps_at_most_what_rejection_keeps(pair) -> None:
 
 
 def test_extremes() -> None:
-    p, other = law(1, 2, 3, 0), law(0, 0, 0, 1)
+    p, other = probs(1, 2, 3, 0), probs(0, 0, 0, 1)
     for acceptance in (coupled_acceptance, rejection_acceptance):
         assert math.isclose(float(acceptance(p, p)), 1.0)
         assert float(acceptance(p, other)) == 0.0
-        assert math.isclose(float(acceptance(p, law(0, 1, 0, 0))), 1 / 3)
+        assert math.isclose(float(acceptance(p, probs(0, 1, 0, 0))), 1 / 3)
 
 
 def test_rejection_acceptance_is_the_overlap() -> None:
-    assert math.isclose(float(rejection_acceptance(law(1, 3), law(3, 1))), 0.5)
+    assert math.isclose(float(rejection_acceptance(probs(1, 3), probs(3, 1))), 0.5)
 
 
 def test_leading_dimensions_are_independent() -> None:
@@ -74,7 +74,7 @@ def test_leading_dimensions_are_independent() -> None:
 
 
 def test_shared_noise_agrees_as_often_as_the_formula_says() -> None:
-    p, q = law(4, 3, 2, 1, 0), law(1, 3, 1, 4, 3)
+    p, q = probs(4, 3, 2, 1, 0), probs(1, 3, 1, 4, 3)
     n = 100_000
     noise = gumbel_noise(torch.full((n,), 77), torch.arange(n), 5)
     same = sample(p.log().float(), noise) == sample(q.log().float(), noise)

@@ -194,8 +194,8 @@ def test_uniforms_are_bit_equal_on_a_gpu_and_inside_a_cuda_graph() -> None:
     expected = uniform_noise(seeds, positions, 1000)
     on_gpu = seeds.cuda(), positions.cuda()
     assert torch.equal(uniform_noise(*on_gpu, 1000).cpu(), expected)
-    coins = stream_uniform(*on_gpu, 1).cpu()
-    assert torch.equal(coins, stream_uniform(seeds, positions, 1))
+    uniforms = stream_uniform(*on_gpu, 1).cpu()
+    assert torch.equal(uniforms, stream_uniform(seeds, positions, 1))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = gumbel_noise(*on_gpu, 1000)

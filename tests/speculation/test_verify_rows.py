@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from peagle.speculation.verify import PADDING, Verdict, verify_coupled, verify_rejection
+from peagle.speculation.verify import PADDING, VerifyOutput, verify_coupled, verify_rejection
 
 Batch = tuple[Tensor, ...]
 
@@ -27,15 +27,22 @@ def rejection_batches(draw) -> Batch:
     b, k, v = draw(st.integers(1, 4)), draw(st.integers(0, 4)), draw(st.integers(1, 5))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
 
-    def laws(depth: int) -> Tensor:
+    def probs(depth: int) -> Tensor:
         weights = torch.randint(4, (b, depth, v), generator=generator).float()
         weights[..., 0] += weights.sum(-1) == 0
         return weights / weights.sum(-1, keepdim=True)
 
     drafts = torch.randint(v, (b, k), generator=generator)
     num_drafts = torch.randint(k + 1, (b,), generator=generator)
-    coins = torch.rand(b, 2 * k + 1, generator=generator, dtype=torch.float64)
-    return laws(k + 1), laws(k), drafts, num_drafts, coins[:, :k], coins[:, k:]
+    uniforms = torch.rand(b, 2 * k + 1, generator=generator, dtype=torch.float64)
+    return (
+        probs(k + 1),
+        probs(k),
+        drafts,
+        num_drafts,
+        uniforms[:, :k],
+        uniforms[:, k:],
+    )
 
 
 def slow_coupled(target: list[int], drafts: list[int], num_drafts: int) -> list[int]:
@@ -64,12 +71,12 @@ def slow_rejection(p, q, drafts, num_drafts, accept, again) -> list[int]:
         left -= weight
         if left < 0:
             return [*committed, token]
-    raise AssertionError("the coin was not below 1")
+    raise AssertionError("the uniform was not below 1")
 
 
-def committed_rows(verdict: Verdict) -> list[list[int]]:
-    counts = verdict.num_accepted.tolist()
-    return [ids[: n + 1] for ids, n in zip(verdict.token_ids.tolist(), counts, strict=True)]
+def committed_rows(verified: VerifyOutput) -> list[list[int]]:
+    counts = verified.num_accepted.tolist()
+    return [ids[: n + 1] for ids, n in zip(verified.token_ids.tolist(), counts, strict=True)]
 
 
 def rows_of(batch: Batch) -> list[list]:
@@ -92,14 +99,14 @@ def test_rejection_commits_what_a_plain_loop_commits(batch: Batch) -> None:
 @given(coupled_batches(), rejection_batches())
 @settings(max_examples=100)
 def test_drafts_come_first_then_one_bonus_then_padding(coupled: Batch, rejection: Batch) -> None:
-    for verdict, drafts, num_drafts in (
+    for verified, drafts, num_drafts in (
         (verify_coupled(*coupled), coupled[1], coupled[2]),
         (verify_rejection(*rejection), rejection[2], rejection[3]),
     ):
-        assert verdict.token_ids.dtype == verdict.num_accepted.dtype == torch.int64
-        assert verdict.token_ids.shape == (len(drafts), drafts.shape[1] + 1)
-        for row, count in enumerate(verdict.num_accepted.tolist()):
-            ids = verdict.token_ids[row].tolist()
+        assert verified.token_ids.dtype == verified.num_accepted.dtype == torch.int64
+        assert verified.token_ids.shape == (len(drafts), drafts.shape[1] + 1)
+        for row, count in enumerate(verified.num_accepted.tolist()):
+            ids = verified.token_ids[row].tolist()
             assert 0 <= count <= num_drafts[row]
             assert ids[:count] == drafts[row, :count].tolist()
             assert ids[count] != PADDING
@@ -134,7 +141,7 @@ def test_a_verdict_does_not_depend_on_the_batch(data) -> None:
 
 def reject(p, q, draft: int, accept: float, again: float) -> tuple[int, int]:
     """Verifies one draft; returns (num_accepted, first committed token)."""
-    verdict = verify_rejection(
+    verified = verify_rejection(
         torch.tensor([[p, p]]),
         torch.tensor([[q]]),
         torch.tensor([[draft]]),
@@ -142,7 +149,7 @@ def reject(p, q, draft: int, accept: float, again: float) -> tuple[int, int]:
         torch.tensor([[accept]], dtype=torch.float64),
         torch.tensor([[again, again]], dtype=torch.float64),
     )
-    return int(verdict.num_accepted), int(verdict.token_ids[0, 0])
+    return int(verified.num_accepted), int(verified.token_ids[0, 0])
 
 
 def test_a_token_the_target_rules_out_is_never_accepted() -> None:
@@ -150,7 +157,7 @@ def test_a_token_the_target_rules_out_is_never_accepted() -> None:
     assert reject([1.0, 0.0], [0.0, 1.0], draft=1, accept=0.0, again=0.0) == (0, 0)
 
 
-def test_a_draft_that_its_own_law_rules_out_is_rejected() -> None:
+def test_a_draft_that_its_own_distribution_rules_out_is_rejected() -> None:
     assert reject([0.5, 0.5], [1.0, 0.0], draft=1, accept=1e-9, again=0.5) == (0, 1)
 
 
@@ -163,8 +170,8 @@ def test_an_empty_residual_falls_back_to_the_target() -> None:
 
 @pytest.mark.parametrize("again", [1 - 2.0**-53, 1.0])
 @pytest.mark.parametrize("p", [[0.1] * 10 + [0.0], [0.3, 0.3, 0.3, 0.0], [0.7, 0.7, 0.0]])
-def test_the_largest_coin_draws_the_last_token_that_has_weight(p, again: float) -> None:
-    verdict = verify_rejection(
+def test_the_largest_uniform_draws_the_last_token_that_has_weight(p, again: float) -> None:
+    verified = verify_rejection(
         torch.tensor([[p]]),
         torch.empty(1, 0, len(p)),
         torch.empty(1, 0, dtype=torch.int64),
@@ -172,17 +179,17 @@ def test_the_largest_coin_draws_the_last_token_that_has_weight(p, again: float) 
         torch.empty(1, 0),
         torch.tensor([[again]], dtype=torch.float64),
     )
-    assert verdict.token_ids.item() == len(p) - 2
+    assert verified.token_ids.item() == len(p) - 2
 
 
-def test_a_coin_of_zero_draws_no_weightless_token() -> None:
+def test_a_uniform_of_zero_draws_no_weightless_token() -> None:
     assert reject([0.0, 0.5, 0.5], [1.0, 0.0, 0.0], draft=0, accept=0.5, again=0.0) == (0, 1)
 
 
-def test_a_coin_on_the_border_of_two_tokens_draws_the_second() -> None:
+def test_a_uniform_between_two_tokens_draws_the_second() -> None:
     """Cells are half open, so that each is exactly as wide as its token is likely."""
     assert reject([0.25, 0.25, 0.5], [0.0, 0.0, 1.0], draft=2, accept=0.75, again=0.5) == (0, 1)
 
 
-def test_a_coin_on_the_border_of_acceptance_rejects() -> None:
+def test_a_uniform_at_the_threshold_of_acceptance_rejects() -> None:
     assert reject([0.5, 0.5], [1.0, 0.0], draft=0, accept=0.5, again=0.5) == (0, 1)

@@ -110,7 +110,7 @@ def propose(
     tokens: Tensor,
     aux_hidden_states: Tensor,
     k: int,
-    choose: Callable[[OutputRows, int, Packing], Tensor],
+    sample: Callable[[OutputRows, int, Packing], Tensor],
 ) -> list[int]:
     """k drafts behind the tokens [n] of one sequence, of which [n - 1] have hidden states."""
     assert drafter.cache_layout is not None
@@ -133,7 +133,7 @@ def propose(
         attend=lambda items: layout.rows(model, items, 1),
         pack=layout.pack,
         pack_depths=partial(layout.pack_depths, torch.tensor([k])),
-        choose=choose,
+        sample=sample,
         ops=step_ops(aux_hidden_states.device),
     )
     drafts: list[int] = drafter.propose(batch)[0].tolist()

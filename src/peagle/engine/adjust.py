@@ -1,6 +1,7 @@
-"""Logit changes that depend on what a request has said: bad words, minimum length, bias, penalties.
+"""Logit changes that depend on what a request has generated: bad words, minimum length,
+bias, penalties.
 
-Row j of a request is judged as if its first j drafts had been accepted, because only then is the
+Row j of a request is computed as if its first j drafts had been accepted, because only then is the
 row used. Applied in vLLM's order, before temperature and the filters.
 """
 
@@ -32,15 +33,15 @@ def adjust_logits(logits: Tensor, request: Request, drafts: Sequence[int]) -> Te
 
 
 def _ban_words(logits: Tensor, request: Request, drafts: Sequence[int]) -> None:
-    """A word's last token is banned where the tokens before it have just been said."""
+    """A word's last token is banned where the tokens before it have just been generated."""
     if not request.bad_word_ids:
         return
-    said = request.output_token_ids + list(drafts)
+    output_ids = request.output_token_ids + list(drafts)
     first = request.num_outputs
     for *prefix, last in request.bad_word_ids:
         for row in range(logits.shape[0]):
             end = first + row
-            if said[max(end - len(prefix), 0) : end] == prefix:
+            if output_ids[max(end - len(prefix), 0) : end] == prefix:
                 logits[row, last] = -torch.inf
 
 
@@ -61,8 +62,8 @@ def _penalise(logits: Tensor, request: Request, drafts: Sequence[int]) -> Tensor
     device = logits.device
     in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
     in_prompt[request.prompt_token_ids] = True
-    said = torch.tensor(request.output_token_ids, dtype=torch.long, device=device)
-    counts = torch.bincount(said, minlength=vocab_size).repeat(num_rows, 1)  # [R, V]
+    output_ids = torch.tensor(request.output_token_ids, dtype=torch.long, device=device)
+    counts = torch.bincount(output_ids, minlength=vocab_size).repeat(num_rows, 1)  # [R, V]
     for row in range(1, num_rows):
         counts[row:, drafts[row - 1]] += 1
     p = request.params

@@ -27,7 +27,7 @@ from peagle.engine.sampler import SAMPLINGS
 from peagle.engine.scheduler import Chunk, Schedule, Scheduler, Slot
 from peagle.engine.step import StepShape
 from peagle.errors import ConfigError, PeagleError, RequestError
-from peagle.kernels.reference.batch import HEADER
+from peagle.kernels.device_batch import HEADER
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams

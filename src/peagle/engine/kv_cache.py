@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.engine.blocks import BlockTable
-from peagle.kernels.cpu import LANES, MAX_GROUP, LayerCache, PagedSpan, PagedStep, kernels_for
-from peagle.kernels.layer import CachePlace
+from peagle.kernels.cpu.layers import CachePlace
+from peagle.kernels.cpu.ops import LANES, MAX_GROUP, LayerCache, PagedSpan, PagedStep, kernels_for
 from peagle.models.attention import CachedAttention
 from peagle.models.drafter import CacheLayout, Span
 from peagle.models.target import TargetModel
@@ -145,7 +145,7 @@ class _SequenceView:
         slots = _slots(table, self.end)  # [T]
         self.write_slots = slots[span.start :]
         first = table.slot(0)
-        # The fast path and its plain twin: a slice of the cache, or a gather from it.
+        # The fast path and its reference: a slice of the cache, or a gather from it.
         self.extent = slice(first, first + self.end) if table.contiguous else None
         self.gather = slots.to(device)
         self._masks: dict[tuple[int | None, int], Tensor] = {}

@@ -17,8 +17,8 @@ from peagle.engine.blocks import BlockTable
 from peagle.engine.kv_cache import PagedKVCache
 from peagle.kernels.rows import PagedRows, RowGroups
 from peagle.kernels.step_ops import StepOps
+from peagle.models.attention import RowsAttention
 from peagle.models.drafter import Packing, RowItems, Rows, Span, pack
-from peagle.models.rows_attention import RowsAttention
 
 
 class PagedModel(NamedTuple):

@@ -72,7 +72,7 @@ class Runner:
         """Parts into which attention divides the keys of a batch; a few sizes, for few graphs."""
         if self._memory is None:
             return 1
-        from peagle.kernels.gpu.tiles import batch_invariant_splits, choose_splits
+        from peagle.kernels.gpu.attention import batch_invariant_splits, choose_splits
 
         target, longest = self.models.target, 1 << (context - 1).bit_length()
         num_items, kv_heads = padded(max(batch, 1), BATCH_SIZES), target.config.num_key_value_heads

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.kernels.device_batch import DeviceBatch
-from peagle.kernels.reference.choose import Chosen, RowRules
+from peagle.kernels.reference.sampling import SampledTokens, SamplingMetadata
 from peagle.kernels.step_ops import StepOps
 from peagle.models.drafter import Packing
 from peagle.models.output import OutputRows
@@ -40,10 +40,10 @@ def sampling_of(params: Iterable[SamplingParams]) -> Sampling:
 
 
 class SamplerOutput(NamedTuple):
-    """What `commit` reads: a draft is kept where it is the token that was chosen."""
+    """What `commit` reads: a draft is kept where it is the token that was sampled."""
 
     drafts: Tensor  # [B, K]
-    chosen: Tensor  # [B, K+1]
+    sampled_token_ids: Tensor  # [B, K+1]
     usable: Tensor  # [B, K+1] bool
 
 
@@ -60,13 +60,13 @@ class SampledSlots:
     def filters(self) -> bool:
         return self.sampling == "filtered"
 
-    def rules(self, first: int, packing: Packing) -> RowRules:
+    def metadata(self, first: int, packing: Packing) -> SamplingMetadata:
         """Of rows first .. first + n - 1 of each slot, [B * n], packed."""
         per_slot = packing.rows_per_item
         offsets = torch.arange(first, first + per_slot, device=self.outputs.device)
         positions = packing.take((self.outputs[:, None] + offsets).flatten())
         slots, state = packing.take(self.slots.repeat_interleave(per_slot)), self.state
-        return RowRules(
+        return SamplingMetadata(
             temperature=state.temperature[slots],
             top_k=state.top_k[slots],
             top_p=state.top_p[slots],
@@ -93,36 +93,36 @@ class Sampler(Protocol):
 
 
 class CoupledSampler:
-    """Drafter and target choose with the noise of the position, or greedily; a draft is kept
-    where both chose the same."""
+    """Drafter and target sample with the noise of the position, or greedily; a draft is kept
+    where both sampled the same."""
 
     def __init__(self, ops: StepOps, slots: SampledSlots) -> None:
         self.ops, self.slots = ops, slots
 
     def draft(self, output: OutputRows, first: int, packing: Packing) -> Tensor:
-        return self._choose(output, first, packing)[0]
+        return self._sample(output, first, packing)[0]
 
     def verify(
         self, output: OutputRows, drafts: Tensor, num_drafts: Tensor, packing: Packing
     ) -> SamplerOutput:
-        return SamplerOutput(drafts, *self._choose(output, 0, packing))
+        return SamplerOutput(drafts, *self._sample(output, 0, packing))
 
-    def _choose(self, output: OutputRows, first: int, packing: Packing) -> tuple[Tensor, Tensor]:
+    def _sample(self, output: OutputRows, first: int, packing: Packing) -> tuple[Tensor, Tensor]:
         """-> tokens and usable [B, n]."""
         slots = self.slots
         if slots.sampling == "greedy":
-            chosen = self._best(output)
+            sampled = self._best(output)
         else:
-            rules = slots.rules(first, packing)
-            chosen = self.ops.choose_tokens(
-                output.logits(), rules, output.ids, filters=slots.filters
+            metadata = slots.metadata(first, packing)
+            sampled = self.ops.sample_tokens(
+                output.logits(), metadata, output.ids, filters=slots.filters
             )
-        return slots.by_slot(chosen.token_ids, packing), slots.by_slot(chosen.usable, packing)
+        return slots.by_slot(sampled.token_ids, packing), slots.by_slot(sampled.usable, packing)
 
-    def _best(self, output: OutputRows) -> Chosen:
-        if output.chosen_without_logits:
+    def _best(self, output: OutputRows) -> SampledTokens:
+        if output.greedy_without_logits:
             return self.ops.best_tokens(*output.product(), output.ids)
-        return self.ops.choose_tokens(output.logits(), None, output.ids)
+        return self.ops.sample_tokens(output.logits(), None, output.ids)
 
 
 class RejectionSampler:
@@ -137,33 +137,33 @@ class RejectionSampler:
         assert state.draft_probs is not None
         logits, vocab_size = output.logits(), state.draft_probs.shape[2]
         probs = torch.empty(len(logits), vocab_size, dtype=torch.float32, device=logits.device)
-        chosen = self.ops.choose_with_laws(
+        sampled = self.ops.sample_with_probs(
             logits,
-            slots.rules(first, packing),
+            slots.metadata(first, packing),
             output.ids,
             probs,
             filters=slots.filters,
         )
         depths = slice(first, first + packing.rows_per_item)
         state.draft_probs[slots.slots, depths] = slots.by_slot(probs, packing)
-        return slots.by_slot(chosen.token_ids, packing)
+        return slots.by_slot(sampled.token_ids, packing)
 
     def verify(
         self, output: OutputRows, drafts: Tensor, num_drafts: Tensor, packing: Packing
     ) -> SamplerOutput:
         slots, depth = self.slots, drafts.shape[1]
-        rules = slots.rules(0, packing)
-        probs, usable = self.ops.token_laws(output.logits(), rules, filters=slots.filters)
-        uniforms = self.ops.rejection_coins(slots.state.seeds[slots.slots], slots.outputs, depth)
-        verdict = self.ops.verify_rejection(
+        metadata = slots.metadata(0, packing)
+        probs, usable = self.ops.token_probs(output.logits(), metadata, filters=slots.filters)
+        uniforms = self.ops.rejection_uniforms(slots.state.seeds[slots.slots], slots.outputs, depth)
+        verified = self.ops.verify_rejection(
             slots.by_slot(probs, packing), self._draft_probs(drafts), drafts, num_drafts, *uniforms
         )
         # A draft is accepted where a token follows. The others are taken out: where rounding
         # leaves nothing of p - q, the bonus token may be the very draft that was refused.
-        accepted = verdict.token_ids[:, 1:] != PADDING
+        accepted = verified.token_ids[:, 1:] != PADDING
         return SamplerOutput(
             torch.where(accepted, drafts, PADDING),
-            verdict.token_ids.clamp(min=0),  # what follows is looked up as a token, for nothing
+            verified.token_ids.clamp(min=0),  # what follows is looked up as a token, for nothing
             slots.by_slot(usable, packing),
         )
 

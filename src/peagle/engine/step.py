@@ -100,7 +100,7 @@ class Verified(NamedTuple):
     """What the draft reads of the verification before it."""
 
     counts: StepCounts
-    chosen: Tensor  # [B, K+1]
+    sampled_token_ids: Tensor  # [B, K+1]
     committed: Committed
     aux_hidden_states: Tensor | None  # [B * (K+1) + I * Q, C]
 
@@ -133,7 +133,7 @@ class Step:
         committed = models.ops.commit(
             models.state, fields.slots, counts, *sampled, models.max_draft_tokens
         )
-        return Verified(counts, sampled.chosen, committed, aux_hidden_states)
+        return Verified(counts, sampled.sampled_token_ids, committed, aux_hidden_states)
 
     def draft(self, verified: Verified) -> None:
         """Drafts for the next step, and the drafter's cache of prompts."""
@@ -149,8 +149,8 @@ class Step:
         assert verified.aux_hidden_states is not None
         batch = DraftBatch(
             slots=fields.slots,
-            tokens=verified.chosen,
-            aux_hidden_states=verified.aux_hidden_states[: verified.chosen.numel()],
+            tokens=verified.sampled_token_ids,
+            aux_hidden_states=verified.aux_hidden_states[: verified.sampled_token_ids.numel()],
             starts=verified.counts.num_computed,
             num_real=committed.num_real,
             num_rows=committed.num_rows,
@@ -160,7 +160,7 @@ class Step:
             attend=lambda items: self._rows(drafting.model, items),
             pack=models.layout.pack,
             pack_depths=partial(models.layout.pack_depths, committed.num_drafts),
-            choose=self._sampler(committed.num_outputs).draft,
+            sample=self._sampler(committed.num_outputs).draft,
             ops=models.ops,
         )
         drafts = drafting.drafter.propose(batch)
@@ -192,7 +192,7 @@ class Step:
         if not self.shape.num_items:
             return None
         assert verified.aux_hidden_states is not None
-        aux_hidden_states = verified.aux_hidden_states[verified.chosen.numel() :]
+        aux_hidden_states = verified.aux_hidden_states[verified.sampled_token_ids.numel() :]
         items = self._prompt_items(self.fields.draft_counts)
         return PromptRows(self.fields.next_ids, aux_hidden_states, items)
 

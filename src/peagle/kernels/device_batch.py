@@ -85,6 +85,7 @@ class DeviceBatch(NamedTuple):
 
 
 COLUMNS, FRACTIONS = 9, 3
+HEADER = 3  # columns of a step's report before the tokens: num_new, num_drafts, failed
 
 
 class StepCounts(NamedTuple):

@@ -5,9 +5,9 @@ beside other rows than alone, and in half precision near ties may be decided oth
 
 BATCH_INVARIANT takes kernels that give a row the same bits alone, beside drafts, beside other
 requests and inside a prompt: every sum is one chain along the inputs, whatever the tile
-(gpu/linear.py), attention is cut at fixed positions (gpu/attention.py) and logits
-are the same product however tokens are chosen. It is bound to the target (models/binding.py); wrong
-drafts cost time and nothing else, so a drafter stays with FAST.
+(gpu/linear.py), attention is cut at fixed positions (gpu/attention.py) and logits are the same
+product however tokens are sampled. It is bound to the target (models/binding.py); wrong drafts cost
+time and nothing else, so a drafter stays with FAST.
 
 No Triton here. Shapes: M rows, K inputs, N outputs.
 """
@@ -59,8 +59,8 @@ class Policy:
             return x.dtype is torch.bfloat16 and is_small(weight)
         return x.shape[0] <= self.max_normed_rows
 
-    def chooses_without_logits(self, hidden: Tensor) -> bool:
-        """Whether greedy tokens of these rows [M, K] are chosen by `best_tokens`."""
+    def greedy_without_logits(self, hidden: Tensor) -> bool:
+        """Whether greedy tokens of these rows [M, K] are found by `best_tokens`."""
         return hidden.shape[0] > self.max_logit_rows and hidden.dtype in HALF
 
 
@@ -82,3 +82,10 @@ BATCH_INVARIANT = Policy(
 
 def is_small(weight: Tensor) -> bool:
     return weight.numel() <= MAX_SMALL_WEIGHT
+
+
+def gpu_takes(x: Tensor) -> bool:
+    """Whether Triton kernels may stand in for torch's operations on x: on a GPU, in a precision
+    that they know, and where no gradient is wanted."""
+    untracked = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return x.is_cuda and x.dtype in (*HALF, torch.float32) and untracked

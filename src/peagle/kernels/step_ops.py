@@ -1,6 +1,6 @@
 """The operations of a step that exist twice: as torch operations and as Triton kernels.
 
-Chosen once per engine by `step_ops`. Signatures and meaning are the reference's, in
+SampledTokens once per engine by `step_ops`. Signatures and meaning are the reference's, in
 kernels/reference; tests/kernels/gpu holds that both agree.
 """
 
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.device_batch import Committed, RowPlan, StepCounts
-from peagle.kernels.reference.choose import Chosen, Laws
-from peagle.kernels.reference.rejection import Coins, Verdict
+from peagle.kernels.reference.rejection import RejectionUniforms
+from peagle.kernels.reference.sampling import SampledTokens, TokenProbs
+from peagle.speculation.verify import VerifyOutput
 
 
 class StepOps(NamedTuple):
@@ -23,44 +24,44 @@ class StepOps(NamedTuple):
     plan_rows: Callable[..., RowPlan]
     commit: Callable[..., Committed]
     store_drafts: Callable[..., None]
-    # row_copies.py
+    # gather.py
     expand_rows: Callable[..., Tensor]
     embed_rows: Callable[..., Tensor]
     embed_tokens: Callable[..., Tensor]
     pick_rows: Callable[..., Tensor]
-    # best_token.py, choose.py, rejection.py
-    best_tokens: Callable[..., Chosen]
-    choose_tokens: Callable[..., Chosen]
-    choose_with_laws: Callable[..., Chosen]
-    token_laws: Callable[..., Laws]
-    rejection_coins: Callable[..., Coins]
-    verify_rejection: Callable[..., Verdict]
+    # best_token.py, sampling.py, rejection.py
+    best_tokens: Callable[..., SampledTokens]
+    sample_tokens: Callable[..., SampledTokens]
+    sample_with_probs: Callable[..., SampledTokens]
+    token_probs: Callable[..., TokenProbs]
+    rejection_uniforms: Callable[..., RejectionUniforms]
+    verify_rejection: Callable[..., VerifyOutput]
 
 
 def step_ops(device: torch.device) -> StepOps:
     if device.type == "cuda":
-        from peagle.kernels.gpu import batch, best_token, choose, rejection, row_copies
+        from peagle.kernels.gpu import batch, best_token, gather, rejection, sampling
     else:
         from peagle.kernels.reference import (  # type: ignore[no-redef]
             batch,
             best_token,
-            choose,
+            gather,
             rejection,
-            row_copies,
+            sampling,
         )
     return StepOps(
         batch.begin_step,
         batch.plan_rows,
         batch.commit,
         batch.store_drafts,
-        row_copies.expand_rows,
-        row_copies.embed_rows,
-        row_copies.embed_tokens,
-        row_copies.pick_rows,
+        gather.expand_rows,
+        gather.embed_rows,
+        gather.embed_tokens,
+        gather.pick_rows,
         best_token.best_tokens,
-        choose.choose_tokens,
-        choose.choose_with_laws,
-        choose.token_laws,
-        rejection.rejection_coins,
+        sampling.sample_tokens,
+        sampling.sample_with_probs,
+        sampling.token_probs,
+        rejection.rejection_uniforms,
         rejection.verify_rejection,
     )

@@ -14,6 +14,8 @@ eagle       the network that P-EAGLE and EAGLE-3 share
 masks       who may attend to whom in training, as named predicates
 rollouts    (anchor, depth) elements of parallel prediction, as flat rows
 drafter     the drafter seam: what is new goes in, draft tokens come out
-p_eagle, eagle3, ngram   the three drafters
-rows_attention           attention for rows of fixed shapes, as under CUDA graphs
+p_eagle     the P-EAGLE drafter: all drafts in one pass
+eagle3      the EAGLE-3 drafter: one pass for each draft
+ngram       the drafter without weights: what followed the same tokens before
+binding     which kernels a model runs with, decided once after loading
 """

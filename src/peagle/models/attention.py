@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.kernels.layer import CachePlace
+from peagle.kernels.cpu.layers import CachePlace
+from peagle.kernels.reference.attention import paged_attention
+from peagle.kernels.rows import RowGroups
 
 
 class Attention(Protocol):
@@ -32,6 +34,28 @@ class CachedAttention:
         raise NotImplementedError
 
 
+class RowsAttention(CachedAttention):
+    """For rows of fixed shapes over a paged cache, whose places lie on the device, as under CUDA
+    graphs: the reference, for any device. On a GPU `FusedLayers` runs whole layers over the same
+    rows and caches with Triton kernels instead."""
+
+    def __init__(self, rows: RowGroups, keys: Tensor, values: Tensor) -> None:
+        self.rows = rows
+        self.keys = keys  # [L, S, g, D]
+        self.values = values  # [L, S, g, D]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        keys, values = self.keys[layer], self.values[layer]
+        keys.index_copy_(0, self.rows.slots, k.to(keys.dtype))
+        values.index_copy_(0, self.rows.slots, v.to(values.dtype))
+        parts = zip(self.rows.parts(q), self.rows.groups, strict=True)
+        return torch.cat([paged_attention(x, keys, values, group, window) for x, group in parts])
+
+    def kernel_place(self, heads: int) -> CachePlace | None:
+        """The CPU kernel reads blocks from the host; these are on the device."""
+        return None
+
+
 class MaskedAttention:
     """Attention among the given rows alone, under a boolean mask [N, N]: True may be seen."""
 
@@ -47,7 +71,7 @@ class MaskedAttention:
 
 
 def causal_attention(positions: Tensor) -> MaskedAttention:
-    """Plain causal attention over one document's rows: for parity tests and offline passes."""
+    """Causal attention over one document's rows: for parity tests and offline passes."""
     n = positions.shape[0]
     mask = torch.ones(n, n, dtype=torch.bool, device=positions.device).tril()
     return MaskedAttention(mask, positions)

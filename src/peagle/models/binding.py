@@ -1,4 +1,4 @@
-"""Which kernels a model runs with: said once, after its weights are loaded, moved and quantised.
+"""Which kernels a model runs with: decided once, after its weights are loaded, moved and quantised.
 
 A model that nobody has bound, as in training, runs with the FAST policy and looks at each call
 whether its weights are still where they were.

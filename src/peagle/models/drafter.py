@@ -110,7 +110,7 @@ class DraftBatch:
     pack: Callable[[Tensor, int], Packing]  # counts [I], rows per item
     pack_depths: Callable[[int, int], Packing]  # of drafts first .. first + count - 1
     # Rows of drafts first .. first + n - 1, packed -> tokens [B, n], in the target's ids.
-    choose: Callable[[OutputRows, int, Packing], Tensor]
+    sample: Callable[[OutputRows, int, Packing], Tensor]
     ops: StepOps
 
 

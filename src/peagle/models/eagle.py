@@ -1,8 +1,9 @@
 """The network that P-EAGLE and EAGLE-3 share: one definition for training and for serving.
 
 A row pairs the embedding of the token at p+1 with the target's feature at p, and predicts the
-token at p+2. Layer 0 reads [embedding ; feature], 2H wide; later layers are plain decoder layers.
-P-EAGLE adds the mask embedding and the mask hidden, which stand in where neither is known yet.
+token at p+2. Layer 0 reads [embedding ; feature], 2H wide; later layers are decoder layers
+as in a target. P-EAGLE adds the mask embedding and the mask hidden, which stand in where neither is
+known yet.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.errors import HeadError
-from peagle.kernels.device import gpu_takes
-from peagle.kernels.policy import FAST, Policy
+from peagle.kernels.policy import FAST, Policy, gpu_takes
 from peagle.models.attention import Attention
 from peagle.models.config import DecoderConfig
 from peagle.models.fused import FusedLayers
@@ -33,7 +33,7 @@ from peagle.models.target import TargetModel
 
 
 class SharedTables(NamedTuple):
-    """The target's tables that a compact head borrows. No module: they are never the head's."""
+    """The target's tables that a compact head borrows. Not a module: they are never the head's."""
 
     embed_tokens: nn.Embedding
     lm_head: nn.Linear

@@ -8,7 +8,7 @@ from torch import Tensor
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.models.drafter import CacheLayout, DraftBatch, RowItems
 from peagle.models.eagle import EagleNetwork
-from peagle.models.p_eagle import attend, cache_layout, choose, embed, features_of, run_rows
+from peagle.models.p_eagle import attend, cache_layout, embed, features_of, run_rows, sample_drafts
 
 
 class Eagle3Drafter:
@@ -26,12 +26,12 @@ class Eagle3Drafter:
 
     def propose(self, batch: DraftBatch) -> Tensor:
         hidden = self._real_pass(batch)
-        drafts = [choose(self.network, batch, hidden, 0, 1)]
+        drafts = [sample_drafts(self.network, batch, hidden, 0, 1)]
         starts, counts = _places(batch)
         for depth in range(1, batch.depth):
             items = RowItems(batch.slots, starts[depth - 1], counts[depth - 1], 1)
             hidden = self._draft_pass(batch, items, drafts[-1].flatten(), hidden)
-            drafts.append(choose(self.network, batch, hidden, depth, 1))
+            drafts.append(sample_drafts(self.network, batch, hidden, depth, 1))
         return torch.cat(drafts, dim=1)
 
     def _real_pass(self, batch: DraftBatch) -> Tensor:

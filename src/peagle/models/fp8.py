@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.errors import ConfigError
-from peagle.kernels.device import gpu_takes
+from peagle.kernels.policy import gpu_takes
 from peagle.kernels.reference.fp8 import quantize_rows, scaled_linear
 from peagle.models.layers import DecoderLayer
 

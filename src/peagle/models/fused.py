@@ -9,19 +9,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from peagle.kernels.device import gpu_takes
-from peagle.kernels.layer import (
-    LayersKernel,
-    LayerTensors,
-    Projection,
-    kernel_takes,
-    layers_function,
-)
-from peagle.kernels.policy import FAST, Policy
-from peagle.models.attention import Attention, CachedAttention
+from peagle.kernels.cpu.layers import LayersKernel, fits_kernel, kernel_takes, layers_function
+from peagle.kernels.layer_tensors import LayerTensors, Projection
+from peagle.kernels.policy import FAST, Policy, gpu_takes
+from peagle.models.attention import Attention, CachedAttention, RowsAttention
 from peagle.models.fp8 import Fp8Linear
 from peagle.models.layers import DecoderLayer, GatedMLP, RMSNorm, RotaryEmbedding, SelfAttention
-from peagle.models.rows_attention import RowsAttention
 
 
 class Layer(Protocol):
@@ -132,7 +125,7 @@ class FusedLayers:
 
 
 def _bind(layers: Sequence[LayerTensors]) -> LayersKernel | None:
-    if not all(layer.fits for layer in layers):
+    if not all(map(fits_kernel, layers)):
         return None
     function = layers_function()
     return None if function is None else LayersKernel(function, layers)

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peagle.kernels.cpu import kernels_for
-from peagle.kernels.device import gpu_takes
-from peagle.kernels.linear import linear_kernel_for
-from peagle.kernels.policy import FAST, Policy
+from peagle.kernels.cpu.linear import linear_kernel_for
+from peagle.kernels.cpu.ops import kernels_for
+from peagle.kernels.policy import FAST, Policy, gpu_takes
 from peagle.models.attention import Attention
 from peagle.models.config import DecoderConfig
 

@@ -1,7 +1,7 @@
 """Who may attend to whom in parallel prediction, as named predicates over broadcast indices.
 
 An element (anchor a, depth d) stands at position a + d. Depth 0 has the real token and feature;
-depth d >= 1 is a mask row of the rollout that starts at a. At inference attention is plainly
+depth d >= 1 is a mask row of the rollout that starts at a. At inference attention is
 causal over the cache, the NTP row and earlier mask rows; these predicates say the same of a flat
 sequence that holds many rollouts at once.
 """

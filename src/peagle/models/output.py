@@ -33,9 +33,9 @@ class OutputRows(NamedTuple):
         return self.layer.logits(self.hidden) if self.values is None else self.values
 
     @property
-    def chosen_without_logits(self) -> bool:
+    def greedy_without_logits(self) -> bool:
         """Where they are greedy."""
-        return self.values is None and self.layer.policy.chooses_without_logits(self.hidden)
+        return self.values is None and self.layer.policy.greedy_without_logits(self.hidden)
 
     def product(self) -> tuple[Tensor, Tensor]:
         return self.layer.output_product(self.hidden)

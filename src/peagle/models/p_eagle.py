@@ -31,7 +31,7 @@ class PEagleDrafter:
         items = RowItems(batch.slots, batch.starts, batch.num_rows, num_rows)
         hidden = self._pass(batch, items)
         drafting = batch.ops.pick_rows(hidden, batch.num_real, num_rows, batch.depth)
-        return choose(self.network, batch, drafting, 0, batch.depth)
+        return sample_drafts(self.network, batch, drafting, 0, batch.depth)
 
     def _pass(self, batch: DraftBatch, items: RowItems) -> Tensor:
         """-> hidden states [B * rows_per_item, H]."""
@@ -95,7 +95,7 @@ def embed(network: EagleNetwork, batch: DraftBatch, tokens: Tensor) -> Tensor:
     return batch.ops.embed_tokens(network.embedding.weight, tokens, none)
 
 
-def choose(
+def sample_drafts(
     network: EagleNetwork, batch: DraftBatch, hidden: Tensor, first: int, count: int
 ) -> Tensor:
     """Rows [B * n, H] of drafts first .. first + n - 1 -> tokens [B, n]."""
@@ -103,7 +103,7 @@ def choose(
     if not len(packing):
         return batch.slots.new_zeros(len(batch.slots), count)
     output = OutputRows(packing.take(hidden), network, target_ids(network))
-    return batch.choose(output, first, packing)
+    return batch.sample(output, first, packing)
 
 
 def target_ids(network: EagleNetwork) -> Tensor | None:

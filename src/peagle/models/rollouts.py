@@ -1,4 +1,4 @@
-"""Flat rows of parallel prediction: the training-side twin of `PEagleDrafter.propose`."""
+"""Flat rows of parallel prediction: the training-side counterpart of `PEagleDrafter.propose`."""
 
 from __future__ import annotations
 

@@ -32,17 +32,17 @@ def rope_parameters(
         raise ModelError("a partial_rotary_factor is not supported", hint="1.0 is")
     given = {"original_max_position_embeddings": max_position_embeddings, **parameters}
     try:
-        plain = given["rope_theta"] ** (_even_numbers(head_dim) / head_dim)
+        wavelengths = given["rope_theta"] ** (_even_numbers(head_dim) / head_dim)
         if kind == "linear":
-            return 1.0 / plain / given["factor"], 1.0
+            return 1.0 / wavelengths / given["factor"], 1.0
         if kind == "llama3":
-            return _llama3(1.0 / plain, given), 1.0
+            return _llama3(1.0 / wavelengths, given), 1.0
         if kind == "yarn":
             factor = given["factor"]
             if factor is None:
                 factor = max_position_embeddings / given["original_max_position_embeddings"]
-            return _yarn(plain, factor, given), _yarn_scale(factor, given)
-        return 1.0 / plain, 1.0
+            return _yarn(wavelengths, factor, given), _yarn_scale(factor, given)
+        return 1.0 / wavelengths, 1.0
     except KeyError as error:
         raise ModelError(f"rope_parameters of type {kind} lack {error.args[0]}") from error
     except (TypeError, ValueError, ArithmeticError) as error:
@@ -65,9 +65,9 @@ def _llama3(inverse: Tensor, given: Mapping[str, Any]) -> Tensor:
     return torch.where(is_long, inverse / factor, torch.where(is_short, inverse, blended))
 
 
-def _yarn(plain: Tensor, factor: float, given: Mapping[str, Any]) -> Tensor:
+def _yarn(wavelengths: Tensor, factor: float, given: Mapping[str, Any]) -> Tensor:
     """Dimensions that turn often keep their frequency, those that turn seldom are stretched."""
-    dims, base = 2 * len(plain), given["rope_theta"]
+    dims, base = 2 * len(wavelengths), given["rope_theta"]
     context = given["original_max_position_embeddings"]
 
     def dimension(turns: float) -> float:
@@ -80,9 +80,9 @@ def _yarn(plain: Tensor, factor: float, given: Mapping[str, Any]) -> Tensor:
     low, high = max(low, 0), min(high, dims - 1)
     if low == high:
         high += 0.001  # a step instead of a ramp
-    places = torch.arange(len(plain), dtype=torch.float32, device="cpu")
+    places = torch.arange(len(wavelengths), dtype=torch.float32, device="cpu")
     kept = 1 - ((places - low) / (high - low)).clamp(0, 1)
-    return 1.0 / (factor * plain) * (1 - kept) + 1.0 / plain * kept
+    return 1.0 / (factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
 
 
 def _yarn_scale(factor: float, given: Mapping[str, Any]) -> float:

@@ -1,8 +1,10 @@
 """Speculative decoding as pure functions: no models, no I/O, no state.
 
-noise.py       random numbers as a hash of (seed, position, token): same in any batch
-sampling.py    logits -> penalties -> filters -> token
-verify.py      which drafts the target keeps, and how many that is on average
-statistics.py  acceptance counters under vLLM's names (no torch)
-looping.py     does an answer repeat itself (no torch)
+noise         random numbers as a hash of (seed, position, token): the same in any batch
+sampling      logits -> penalties -> filters -> token
+verify        which drafts the target keeps
+acceptance    how likely it keeps a sampled draft
+draft_limit   how many drafts a request may have
+statistics    acceptance counters under vLLM's names (no torch)
+looping       whether an answer repeats itself (no torch)
 """

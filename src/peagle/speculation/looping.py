@@ -1,4 +1,4 @@
-"""Does an answer repeat itself? A drafter predicts a loop almost perfectly, so acceptance is
+"""Whether an answer repeats itself. A drafter predicts a loop almost perfectly, so acceptance is
 reported without looping answers. Imports no torch.
 
 A loop is a contiguous range of at least MIN_TOKENS tokens that is periodic with some period

@@ -23,7 +23,7 @@ _DOMAIN_VOCAB = 1
 _DOMAIN_SEED = 2
 _DOMAIN_STREAMS = 16
 
-ACCEPT_STREAM, RESIDUAL_STREAM = 0, 1  # rejection's coins: to accept, to draw again
+ACCEPT_STREAM, RESIDUAL_STREAM = 0, 1  # rejection's uniforms: to accept, to draw again
 
 _BELOW_ONE = 1.0 - 2.0**-24  # largest float32 below 1
 

@@ -68,14 +68,14 @@ def filter_logits(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def probabilities(filtered_logits: Tensor) -> Tensor:
-    """The law that `sample` draws from, float32 [R, V]."""
+    """The distribution that `sample` draws from, float32 [R, V]."""
     return filtered_logits.float().softmax(-1)
 
 
 def sample(filtered_logits: Tensor, noise: Tensor) -> Tensor:
     """One token per row, drawn from `probabilities` if `noise` is standard Gumbel.  # [R]
 
-    A dropped token is never chosen: noise is finite. Normalising would not change the argmax;
+    A dropped token is never sampled: noise is finite. Normalising would not change the argmax;
     the maximum is taken off so that adding noise to large logits does not round it away.
     """
     peak = filtered_logits.amax(-1, keepdim=True)
@@ -95,8 +95,8 @@ def nan_rows(logits: Tensor) -> Tensor:
 
 def _keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
     """Drops tokens less likely than min_p times the most likely one; 0 drops none."""
-    border = logits.amax(1) + min_p.log()  # log 0 is -inf
-    return logits.masked_fill(logits < border.unsqueeze(1), -torch.inf)
+    threshold = logits.amax(1) + min_p.log()  # log 0 is -inf
+    return logits.masked_fill(logits < threshold.unsqueeze(1), -torch.inf)
 
 
 def _keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
@@ -106,8 +106,8 @@ def _keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
     k = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size)  # [R]
     largest = torch.where(k < vocab_size, k, 1).amax()
     top = logits.topk(int(largest), dim=1).values  # [R, largest], falling
-    border = top.gather(1, k.clamp(max=int(largest)).unsqueeze(1) - 1)
-    return logits.masked_fill((logits < border) & (k < vocab_size).unsqueeze(1), -torch.inf)
+    threshold = top.gather(1, k.clamp(max=int(largest)).unsqueeze(1) - 1)
+    return logits.masked_fill((logits < threshold) & (k < vocab_size).unsqueeze(1), -torch.inf)
 
 
 def _keep_top_p(logits: Tensor, top_p: Tensor, candidates: int = _NUCLEUS_CANDIDATES) -> Tensor:
@@ -136,7 +136,7 @@ def _nucleus_size(weights: Tensor, total: Tensor, top_p: Tensor) -> Tensor:
 
     weights  # [R, C] falling, relative to the most likely token's
 
-    In float64, so that a long running sum does not move the border.
+    In float64, so that a long running sum does not move the threshold.
     """
     before = weights.cumsum(1) - weights
     return (before < top_p.unsqueeze(1) * total).sum(1)

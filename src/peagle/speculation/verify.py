@@ -1,4 +1,4 @@
-"""Which draft tokens the target keeps. Neither rule can change the law of the output.
+"""Which draft tokens the target keeps. Neither rule can change the distribution of the output.
 
 Shapes: B requests, K draft tokens at most, V tokens. A request may have fewer drafts than K:
 what stands beyond `num_drafts` is padding and is never read as a draft.
@@ -14,27 +14,27 @@ from torch import Tensor
 PADDING = -1
 
 
-class Verdict(NamedTuple):
+class VerifyOutput(NamedTuple):
     """The first `num_accepted + 1` ids of a row are committed; the rest are PADDING."""
 
     num_accepted: Tensor  # [B] int64
     token_ids: Tensor  # [B, K+1] int64: accepted drafts, then the bonus token
 
 
-def verify_coupled(target_tokens: Tensor, draft_tokens: Tensor, num_drafts: Tensor) -> Verdict:
-    """Keeps the drafts that are what the target itself chose, up to the first that is not.
+def verify_coupled(target_tokens: Tensor, draft_tokens: Tensor, num_drafts: Tensor) -> VerifyOutput:
+    """Keeps the drafts that are what the target itself samples, up to the first that is not.
 
-    target_tokens  # [B, K+1] the target's choice after each prefix of the drafts
+    target_tokens  # [B, K+1] the target's token after each prefix of the drafts
     draft_tokens   # [B, K]
     num_drafts     # [B]
 
-    Every committed token is the target's own choice, so with choices that depend on the prefix
+    Every committed token is the target's own, so where these depend on the prefix
     alone (argmax, or noise keyed by seed and position) the output is token for token the same
     with any drafter or none.
     """
     num_accepted = _leading(draft_tokens == target_tokens[:, :-1], num_drafts)  # [B]
     committed = _depths(target_tokens) <= num_accepted.unsqueeze(1)  # [B, K+1]
-    return Verdict(num_accepted, target_tokens.masked_fill(~committed, PADDING))
+    return VerifyOutput(num_accepted, target_tokens.masked_fill(~committed, PADDING))
 
 
 def verify_rejection(
@@ -42,53 +42,30 @@ def verify_rejection(
     draft_probs: Tensor,
     draft_tokens: Tensor,
     num_drafts: Tensor,
-    accept_coins: Tensor,
-    residual_coins: Tensor,
-) -> Verdict:
+    accept_uniforms: Tensor,
+    residual_uniforms: Tensor,
+) -> VerifyOutput:
     """Rejection sampling: keeps draft d with probability min(1, p(d) / q(d)); the first that
     falls is replaced by a draw from norm(max(p - q, 0)); if none falls, a draw from p follows.
 
     target_probs    # [B, K+1, V] p
-    draft_probs     # [B, K, V] q, the law each draft was really drawn from; one-hot for an argmax
+    draft_probs     # [B, K, V] q, what each draft was really drawn from; one-hot for an argmax
     draft_tokens    # [B, K]
     num_drafts      # [B]
-    accept_coins    # [B, K] uniforms in (0, 1)
-    residual_coins  # [B, K+1] the same, for the replacement at each depth
+    accept_uniforms    # [B, K] uniforms in (0, 1)
+    residual_uniforms  # [B, K+1] the same, for the replacement at each depth
     """
-    p = _chosen(target_probs[:, :-1], draft_tokens)  # [B, K]
-    q = _chosen(draft_probs, draft_tokens)  # [B, K]
-    # coin < p/q without the division; a draft that q rules out was not drawn from q.
-    num_accepted = _leading((accept_coins * q < p) & (q > 0), num_drafts)  # [B]
+    p = _probs_of(target_probs[:, :-1], draft_tokens)  # [B, K]
+    q = _probs_of(draft_probs, draft_tokens)  # [B, K]
+    # uniform < p/q without the division; a draft that q rules out was not drawn from q.
+    num_accepted = _leading((accept_uniforms * q < p) & (q > 0), num_drafts)  # [B]
     weights = _bonus_weights(target_probs, draft_probs, num_accepted, num_drafts)  # [B, V]
-    coins = residual_coins.gather(1, num_accepted.unsqueeze(1))  # [B, 1]
-    bonus = _draw(weights, coins)  # [B, 1]
+    uniforms = residual_uniforms.gather(1, num_accepted.unsqueeze(1))  # [B, 1]
+    bonus = _draw(weights, uniforms)  # [B, 1]
     padded = torch.nn.functional.pad(draft_tokens, (0, 1), value=PADDING)  # [B, K+1]
     kept = _depths(padded) < num_accepted.unsqueeze(1)
     token_ids = padded.masked_fill(~kept, PADDING).scatter(1, num_accepted.unsqueeze(1), bonus)
-    return Verdict(num_accepted, token_ids)
-
-
-def rejection_acceptance(p: Tensor, q: Tensor) -> Tensor:
-    """Probability that rejection keeps a draft from q: sum of min(p, q).  # [..., V] -> [...]"""
-    return torch.minimum(p, q).sum(-1)
-
-
-def coupled_acceptance(p: Tensor, q: Tensor) -> Tensor:
-    """Probability that p and q choose the same token under shared Gumbel noise, float64.
-
-    p, q  # [..., V] -> [...]
-
-    Both choose x with probability 1 / sum_y max(p_y/p_x, q_y/q_x). With tokens in falling order
-    of p/q the maximum is the p-ratio up to x and the q-ratio after it, so running sums replace
-    the V^2 terms.
-    """
-    p, q = p.double(), q.double()
-    order = (p / q).argsort(-1, descending=True)  # x/0 is first; 0/0 adds nothing wherever it is
-    p, q = p.gather(-1, order), q.gather(-1, order)
-    p_through = p.cumsum(-1)
-    q_after = q.flip(-1).cumsum(-1).flip(-1) - q
-    possible = (p > 0) & (q > 0)
-    return torch.where(possible, p * q / (p_through * q + q_after * p), 0.0).sum(-1)
+    return VerifyOutput(num_accepted, token_ids)
 
 
 def _leading(accepted: Tensor, num_drafts: Tensor) -> Tensor:
@@ -101,7 +78,7 @@ def _depths(x: Tensor) -> Tensor:
     return torch.arange(x.shape[1], device=x.device)
 
 
-def _chosen(probs: Tensor, tokens: Tensor) -> Tensor:
+def _probs_of(probs: Tensor, tokens: Tensor) -> Tensor:
     """Probability of each token.  # [B, K, V], [B, K] -> [B, K]"""
     return probs.gather(2, tokens.clamp(min=0).unsqueeze(2)).squeeze(2)  # padding may be -1
 
@@ -109,7 +86,7 @@ def _chosen(probs: Tensor, tokens: Tensor) -> Tensor:
 def _bonus_weights(
     target_probs: Tensor, draft_probs: Tensor, num_accepted: Tensor, num_drafts: Tensor
 ) -> Tensor:
-    """The bonus token's law, not normalised: max(p - q, 0) after a rejection, else p.
+    """The bonus token's distribution, not normalised: max(p - q, 0) after a rejection, else p.
 
     p is the fallback too: where p equals q up to rounding, nothing may be left of p - q
     although a draft was rejected.  # [B, V] float64
@@ -126,13 +103,13 @@ def _bonus_weights(
     return torch.where(usable, residual, p)
 
 
-def _draw(weights: Tensor, coins: Tensor) -> Tensor:
-    """Inverse CDF: the first token at which the running sum passes coin * total.  # [B, 1]
+def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Inverse CDF: the first token at which the running sum passes uniform * total.  # [B, 1]
 
-    Only tokens with weight may be chosen, whatever a parallel sum rounds to.
+    Only tokens with weight may be drawn, whatever a parallel sum rounds to.
     """
     running = torch.where(weights > 0, weights.cumsum(1), -1.0)  # [B, V]
     total = running.amax(1, keepdim=True)
-    below_total = torch.nextafter(total, torch.zeros_like(total))  # coin * total may round up
-    passed = running > torch.minimum(coins * total, below_total)
+    below_total = torch.nextafter(total, torch.zeros_like(total))  # uniform * total may round up
+    passed = running > torch.minimum(uniforms * total, below_total)
     return passed.int().argmax(1, keepdim=True)

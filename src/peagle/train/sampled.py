@@ -15,7 +15,7 @@ from torch import Tensor
 
 from peagle.models.layers import at_least_float32
 from peagle.sampling_params import SamplingParams
-from peagle.speculation.given_text import coupled_given_text, rejection_given_text
+from peagle.speculation.acceptance import coupled_given_text, rejection_given_text
 from peagle.speculation.sampling import SamplingRows, filter_logits, probabilities
 from peagle.train.evaluate import Document, Drafted, Evaluator
 from peagle.train.evaluation import Evaluation, summed

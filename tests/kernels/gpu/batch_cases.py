@@ -8,8 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from peagle.kernels.device_batch import DeviceBatch, RowPlan, StepCounts, make_device_batch
-from peagle.kernels.reference.batch import HEADER
+from peagle.kernels.device_batch import HEADER, DeviceBatch, RowPlan, StepCounts, make_device_batch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLES = 10 if DEVICE.type == "cuda" else 25
@@ -20,7 +19,7 @@ PADDING_SLOT = 999
 
 @dataclass(frozen=True)
 class Case:
-    """A state, a step's slots with padding among them, and what it would choose."""
+    """A state, a step's slots with padding among them, and what it would sample."""
 
     state: DeviceBatch
     slots: Tensor  # [B]
@@ -28,7 +27,7 @@ class Case:
     depth: int
     max_draft_tokens: int
     drafts: Tensor  # [B, K]
-    chosen: Tensor  # [B, K+1]
+    sampled_token_ids: Tensor  # [B, K+1]
     usable: Tensor  # [B, K+1]
 
 
@@ -41,13 +40,13 @@ def cases(draw: st.DrawFn) -> Case:
     slots = torch.cat((order, torch.full((draw(st.integers(0, 3)),), num_slots)))
     caps = torch.randint(depth + 2, (len(slots),), generator=generator)
     shape = (len(slots), depth + 1)
-    chosen = torch.randint(VOCAB, shape, generator=generator)
-    drafts = chosen[:, :-1].clone()
+    sampled_token_ids = torch.randint(VOCAB, shape, generator=generator)
+    drafts = sampled_token_ids[:, :-1].clone()
     wrong = torch.rand(drafts.shape, generator=generator) < draw(st.sampled_from([0.0, 0.3, 1.0]))
     drafts[wrong] = VOCAB
     broken = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.0, 0.3]))
     reach = draw(st.sampled_from([0, 8, 14, 1000]))
-    slots, caps, *tokens = (t.to(DEVICE) for t in (slots, caps, drafts, chosen, ~broken))
+    slots, caps, *tokens = (t.to(DEVICE) for t in (slots, caps, drafts, sampled_token_ids, ~broken))
     return Case(_on_device(state), slots, caps, depth, reach, *tokens)
 
 
@@ -158,24 +157,24 @@ def slow_commit(case: Case, counts: StepCounts) -> tuple[DeviceBatch, Tensor]:
     state = copied(case.state)
     report = []
     for row, slot in enumerate(case.slots.tolist()):
-        chosen, drafts = case.chosen[row].tolist(), case.drafts[row].tolist()
+        sampled, drafts = case.sampled_token_ids[row].tolist(), case.drafts[row].tolist()
         num_drafts = int(counts.num_drafts[row])
-        said: list[int] = []
+        new_ids: list[int] = []
         broken = False
         while int(counts.num_rows[row]) and not broken:
-            at = len(said)
+            at = len(new_ids)
             broken = not bool(case.usable[row, at])
-            said.append(chosen[at])
-            if not (at < num_drafts and drafts[at] == chosen[at]):
+            new_ids.append(sampled[at])
+            if not (at < num_drafts and drafts[at] == sampled[at]):
                 break
         if broken:
-            said = []  # the step is done again, without drafts
+            new_ids = []  # the step is done again, without drafts
             state.max_drafts[slot] = 0
             if num_drafts == 0:
                 state.limits[slot] = 0
-        if said:
-            state.last_tokens[slot] = said[-1]
-        num_computed = int(counts.num_computed[row]) + len(said)
+        if new_ids:
+            state.last_tokens[slot] = new_ids[-1]
+        num_computed = int(counts.num_computed[row]) + len(new_ids)
         state.num_computed[slot] = num_computed
         state.num_drafts[slot] = slow_draft_limit(
             int(state.max_drafts[slot]),
@@ -184,7 +183,7 @@ def slow_commit(case: Case, counts: StepCounts) -> tuple[DeviceBatch, Tensor]:
             int(state.capacity[slot]),
             case.max_draft_tokens,
         )
-        report.append([len(said), num_drafts, int(broken and num_drafts == 0), *chosen])
+        report.append([len(new_ids), num_drafts, int(broken and num_drafts == 0), *sampled])
     assert len(report[0]) == HEADER + case.depth + 1
     return state, torch.tensor(report, device=case.slots.device)
 

@@ -1,4 +1,4 @@
-"""Paged attention: the kernel agrees with its reference, the reference with the definition."""
+"""Paged attention: the kernel agrees with its expected, the reference with the definition."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from kernels.gpu.paged_cases import (
 )
 from peagle.engine.blocks import BlockTable
 from peagle.engine.kv_cache import PagedKVCache
-from peagle.kernels.gpu.attention import choose_splits, paged_attention, tile
-from peagle.kernels.gpu.tiles import FEW_PROGRAMS
-from peagle.kernels.reference import attention as plain
+from peagle.kernels.gpu.attention import FEW_PROGRAMS, choose_splits, paged_attention, tile
+from peagle.kernels.reference import attention as reference
 from peagle.models.drafter import CacheLayout, Span
 
 WINDOWS = st.none() | st.integers(1, 100)
@@ -43,17 +42,17 @@ def test_kernel_agrees_with_its_reference(
     dtype = torch.float16 if half else torch.float32
     case = make_case(shape, dtype, seed)
     ours = paged_attention(case.q, case.keys, case.values, case.rows, window)
-    reference = plain.paged_attention(case.q, case.keys, case.values, case.rows, window)
-    torch.testing.assert_close(ours, reference, **TOLERANCE[dtype])
+    expected = reference.paged_attention(case.q, case.keys, case.values, case.rows, window)
+    torch.testing.assert_close(ours, expected, **TOLERANCE[dtype])
 
 
 @settings(max_examples=20)
 @given(shape=shapes(capacity=24), window=st.none() | st.integers(1, 20))
 def test_the_reference_is_the_definition(shape: Shape, window: int | None) -> None:
     case = make_case(shape, torch.float64, capacity=24)
-    reference = plain.paged_attention(case.q, case.keys, case.values, case.rows, window)
+    expected = reference.paged_attention(case.q, case.keys, case.values, case.rows, window)
     expected = attention_by_definition(case, window)
-    torch.testing.assert_close(reference, expected, **TOLERANCE[torch.float64])
+    torch.testing.assert_close(expected, expected, **TOLERANCE[torch.float64])
 
 
 @DTYPES
@@ -61,8 +60,8 @@ def test_the_reference_is_the_definition(shape: Shape, window: int | None) -> No
 def test_any_even_head_dimension_will_do(dim: int, dtype: torch.dtype) -> None:
     case = make_case(Shape((Item(70, 73),), 3, 2, 2, dim, 16, 2), dtype)
     ours = paged_attention(case.q, case.keys, case.values, case.rows, None)
-    reference = plain.paged_attention(case.q, case.keys, case.values, case.rows, None)
-    torch.testing.assert_close(ours, reference, **TOLERANCE[dtype])
+    expected = reference.paged_attention(case.q, case.keys, case.values, case.rows, None)
+    torch.testing.assert_close(ours, expected, **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -75,8 +74,13 @@ def test_more_rows_than_a_tile_are_divided_over_programs(
     items = (Item(100, 100 + num_rows), Item(0, 9))
     case = make_case(Shape(items, num_rows, group, 1, 16, 16, splits), torch.float32)
     ours = paged_attention(case.q, case.keys, case.values, case.rows, window)
-    reference = plain.paged_attention(case.q, case.keys, case.values, case.rows, window)
-    torch.testing.assert_close(ours, reference, **TOLERANCE[torch.float32])
+    expected = reference.paged_attention(case.q, case.keys, case.values, case.rows, window)
+    torch.testing.assert_close(ours, expected, **TOLERANCE[torch.float32])
+
+
+both = pytest.mark.parametrize(
+    "attend", [paged_attention, reference.paged_attention], ids=["gpu", "reference"]
+)
 
 
 def test_more_splits_than_the_merge_reads_at_once() -> None:
@@ -85,11 +89,13 @@ def test_more_splits_than_the_merge_reads_at_once() -> None:
     last = case.rows.block_tables[case.rows.tables[0], -1]
     case.keys.unflatten(0, (-1, 64))[last] *= 3  # the highest score comes last
     ours = paged_attention(case.q, case.keys, case.values, case.rows, None)
-    reference = plain.paged_attention(case.q, case.keys, case.values, case.rows, None)
-    torch.testing.assert_close(ours, reference, **TOLERANCE[torch.float32])
+    expected = reference.paged_attention(case.q, case.keys, case.values, case.rows, None)
+    torch.testing.assert_close(ours, expected, **TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("attend", [paged_attention, plain.paged_attention], ids=["gpu", "plain"])
+@pytest.mark.parametrize(
+    "attend", [paged_attention, reference.paged_attention], ids=["gpu", "reference"]
+)
 @pytest.mark.parametrize("splits", [1, 3])
 def test_an_item_that_only_pads_gives_zeros(attend: object, splits: int) -> None:
     case = make_case(Shape((Item(5, 7), PADDING), 2, 2, num_splits=splits), torch.float32)
@@ -98,7 +104,9 @@ def test_an_item_that_only_pads_gives_zeros(attend: object, splits: int) -> None
     assert (out[2:] == 0).all()
 
 
-@pytest.mark.parametrize("attend", [paged_attention, plain.paged_attention], ids=["gpu", "plain"])
+@pytest.mark.parametrize(
+    "attend", [paged_attention, reference.paged_attention], ids=["gpu", "reference"]
+)
 def test_rows_beyond_the_block_table_see_what_it_holds(attend: object) -> None:
     case = make_case(Shape((Item(6, 8),), 5), torch.float32, capacity=8)
     too_far = case.rows._replace(ends=case.rows.ends + 99)
@@ -109,9 +117,7 @@ def test_rows_beyond_the_block_table_see_what_it_holds(attend: object) -> None:
 
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize(("splits", "kv_heads"), [(1, 2), (2, 2), (1, FEW_PROGRAMS + 1)])
-def test_an_item_gives_the_same_bits_in_any_company(
-    splits: int, kv_heads: int, window: int | None
-) -> None:
+def test_an_item_is_batch_invariant(splits: int, kv_heads: int, window: int | None) -> None:
     """Few programs or many: alone and together on one side of the border between their tiles."""
     items = (Item(140, 143), Item(1, 3), PADDING)
     case = make_case(Shape(items, 3, 3, kv_heads, 16, 4, splits), torch.float32)
@@ -167,8 +173,8 @@ def test_the_reference_gives_what_the_engine_attention_gives(window: int | None)
     width = [t.blocks + [10] * (6 - len(t.blocks)) for t in tables]
     rows = make_rows(Shape(items, 4), torch.tensor(width), torch.tensor([0, 0, 1]))
     rows = rows._replace(**{n: getattr(rows, n).cpu() for n in rows._fields[:6]})
-    reference = plain.paged_attention(q, cache.keys[0], cache.values[0], rows, window)
-    torch.testing.assert_close(reference[real], engine, **TOLERANCE[torch.float32])
+    expected = reference.paged_attention(q, cache.keys[0], cache.values[0], rows, window)
+    torch.testing.assert_close(expected[real], engine, **TOLERANCE[torch.float32])
 
 
 def test_splits_fill_the_gpu_and_only_where_the_context_is_long() -> None:
@@ -219,8 +225,8 @@ def test_bf16_agrees_at_realistic_sizes(
     shape = Shape(items, num_rows, group, kv_heads, dim, 16, splits)
     case = make_case(shape, torch.bfloat16, capacity=8192)
     ours = paged_attention(case.q, case.keys, case.values, case.rows, window)
-    reference = plain.paged_attention(case.q, case.keys, case.values, case.rows, window)
-    torch.testing.assert_close(ours, reference, **TOLERANCE[torch.bfloat16])
+    expected = reference.paged_attention(case.q, case.keys, case.values, case.rows, window)
+    torch.testing.assert_close(ours, expected, **TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.kernels.device_batch import StepCounts, make_device_batch
-from peagle.kernels.reference import batch as plain
+from peagle.kernels.reference import batch as reference
 from peagle.speculation.draft_limit import draft_limit
 
 from . import batch_cases
@@ -21,7 +21,7 @@ gpu = pytest.importorskip("peagle.kernels.gpu.batch")
 @given(cases())
 def test_begin_step_equals_its_reference(case: Case) -> None:
     arguments = (case.state, case.slots, case.caps, case.depth)
-    check_equal(gpu.begin_step(*arguments), plain.begin_step(*arguments))
+    check_equal(gpu.begin_step(*arguments), reference.begin_step(*arguments))
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -35,7 +35,7 @@ def test_plan_rows_equals_its_reference(case: Case, rows: int, last: int) -> Non
     )  # fmt: skip
     written = starts.new_empty(4, len(starts) * rows)
     ours = gpu.plan_rows(*arguments, *written[:2])
-    check_equal(ours, plain.plan_rows(*arguments, *written[2:]))
+    check_equal(ours, reference.plan_rows(*arguments, *written[2:]))
     assert torch.equal(ours.positions, written[0])
     assert torch.equal(ours.slots, written[1])
 
@@ -43,12 +43,12 @@ def test_plan_rows_equals_its_reference(case: Case, rows: int, last: int) -> Non
 @settings(max_examples=2 * EXAMPLES, deadline=None)
 @given(cases())
 def test_commit_equals_its_reference(case: Case) -> None:
-    counts = plain.begin_step(case.state, case.slots, case.caps, case.depth)
+    counts = reference.begin_step(case.state, case.slots, case.caps, case.depth)
     ours, theirs = batch_cases.copied(case.state), batch_cases.copied(case.state)
     arguments = (
-        case.slots, counts, case.drafts, case.chosen, case.usable, case.max_draft_tokens
+        case.slots, counts, case.drafts, case.sampled_token_ids, case.usable, case.max_draft_tokens
     )  # fmt: skip
-    check_equal(gpu.commit(ours, *arguments), plain.commit(theirs, *arguments))
+    check_equal(gpu.commit(ours, *arguments), reference.commit(theirs, *arguments))
     batch_cases.check_states(ours, theirs)
 
 
@@ -65,15 +65,21 @@ def test_commit_allows_as_many_drafts_as_the_limit_rule(max_draft_tokens: int) -
     state.num_computed[:size], state.limits[:size] = whole(0, 20), whole(21, 40)
     slots = torch.arange(size, device=DEVICE)
     nothing = torch.zeros(size, 0, dtype=torch.int64, device=DEVICE)
-    chosen = torch.zeros(size, 1, dtype=torch.int64, device=DEVICE)
+    sampled = torch.zeros(size, 1, dtype=torch.int64, device=DEVICE)
     columns = (state.num_computed[slots], 0 * slots, 0 * slots + 1, slots, slots)
     counts = StepCounts(*(column.clone() for column in columns), nothing)
     committed = gpu.commit(
-        state, slots, counts, nothing, chosen, torch.ones_like(chosen).bool(), max_draft_tokens
+        state,
+        slots,
+        counts,
+        nothing,
+        sampled,
+        torch.ones_like(sampled).bool(),
+        max_draft_tokens,
     )
     expected = draft_limit(
         state.max_drafts[slots],
-        counts.num_computed + 2,  # the newest token was computed, another was chosen
+        counts.num_computed + 2,  # the newest token was computed, another was sampled
         state.limits[slots],
         state.capacity[slots],
         max_draft_tokens,

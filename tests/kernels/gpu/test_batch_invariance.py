@@ -25,20 +25,24 @@ from kernels.gpu.paged_cases import DEVICE, TOLERANCE, Case, Item, Shape, make_c
 from peagle.config import EngineConfig
 from peagle.errors import ConfigError
 from peagle.kernels.gpu import linear
-from peagle.kernels.gpu.attention import paged_attention
+from peagle.kernels.gpu.attention import batch_invariant_splits, keys_of_a_part, paged_attention
 from peagle.kernels.gpu.best_token import best_tokens
-from peagle.kernels.gpu.linear import Tile, batch_invariant_tile, fused_linear, invariant_logits
+from peagle.kernels.gpu.linear import (
+    LinearTile,
+    batch_invariant_tile,
+    fused_linear,
+    invariant_logits,
+)
 from peagle.kernels.gpu.norms import rms_norm, weigh_rows
-from peagle.kernels.gpu.tiles import batch_invariant_splits, keys_of_a_part
 from peagle.kernels.policy import BATCH_INVARIANT, FAST, Policy
-from peagle.kernels.reference import attention as plain_attention
-from peagle.kernels.reference import linear as plain
+from peagle.kernels.reference import linear as reference
+from peagle.kernels.reference.attention import paged_attention as reference_attention
 from peagle.kernels.reference.linear import Norm
 from peagle.kernels.rows import PagedRows, RowGroups
 from peagle.models import fused, layers
+from peagle.models.attention import RowsAttention
 from peagle.models.binding import bind_kernels
 from peagle.models.config import DecoderConfig
-from peagle.models.rows_attention import RowsAttention
 from peagle.models.target import TargetModel
 
 ON_GPU = DEVICE.type == "cuda"
@@ -140,7 +144,7 @@ def test_products_agree_with_the_reference(rows: int, gated: bool, dtype: torch.
     ours = fused_linear(
         x, weight, bias, norm=norm, residual=None, gated=gated, policy=BATCH_INVARIANT
     )
-    theirs = plain.fused_linear(x, weight, bias, norm=norm, residual=None, gated=gated)
+    theirs = reference.fused_linear(x, weight, bias, norm=norm, residual=None, gated=gated)
     torch.testing.assert_close(ours, theirs, **TOLERANCE[dtype])
 
 
@@ -168,7 +172,7 @@ def test_both_instructions_add_up_a_chain_alike(spread: float) -> None:
     sums = [
         linear._product(
             x, weight.to(HALF), None, None, None, None, False, torch.float32,
-            Tile(rows, 64, inputs, warps=4, stages=3),
+            LinearTile(rows, 64, inputs, warps=4, stages=3),
         )
         for rows, inputs in ((16, 128), (32, 64), (64, 64), (128, 32))
     ]  # fmt: skip
@@ -254,8 +258,8 @@ def test_a_row_attends_alike_alone_among_others_and_with_any_splits(
     parts = -(-(max(items) + num_rows) // keys_of_a_part(16)) + more_splits
     together = attend(case, case.rows, window)
     assert torch.equal(attend(case, case.rows._replace(num_splits=parts), window), together)
-    twin = plain_attention.paged_attention(case.q, case.keys, case.values, case.rows, window)
-    torch.testing.assert_close(together, twin, **TOLERANCE[HALF])
+    expected = reference_attention(case.q, case.keys, case.values, case.rows, window)
+    torch.testing.assert_close(together, expected, **TOLERANCE[HALF])
     for item in range(len(items)):
         for j in {0, num_rows // 2, num_rows - 1}:
             whole = together[item * num_rows + j]
@@ -265,8 +269,8 @@ def test_a_row_attends_alike_alone_among_others_and_with_any_splits(
 
 def test_too_few_splits_lose_no_keys() -> None:
     case = make_case(Shape((Item(200, 203),), 3, 2, 1, 16, 16, num_splits=2), HALF, capacity=208)
-    twin = plain_attention.paged_attention(case.q, case.keys, case.values, case.rows, None)
-    torch.testing.assert_close(attend(case, case.rows, None), twin, **TOLERANCE[HALF])
+    expected = reference_attention(case.q, case.keys, case.values, case.rows, None)
+    torch.testing.assert_close(attend(case, case.rows, None), expected, **TOLERANCE[HALF])
 
 
 def test_a_part_far_below_the_others_adds_nothing() -> None:
@@ -275,10 +279,10 @@ def test_a_part_far_below_the_others_adds_nothing() -> None:
     block = case.rows.block_tables[case.rows.tables[0], 6]
     case.keys.unflatten(0, (-1, 16))[block, 3] = 100.0 * case.q[0]
     outs = [attend(case, case.rows._replace(num_splits=n), None) for n in (1, 2, 5)]
-    twin = plain_attention.paged_attention(case.q, case.keys, case.values, case.rows, None)
+    expected = reference_attention(case.q, case.keys, case.values, case.rows, None)
     for out in outs:
         assert torch.equal(out, outs[0])
-        torch.testing.assert_close(out, twin, **TOLERANCE[torch.float32])
+        torch.testing.assert_close(out, expected, **TOLERANCE[torch.float32])
 
 
 def test_splits_hold_the_context_unless_the_gpu_is_full() -> None:
@@ -391,9 +395,9 @@ def test_a_sequence_has_the_same_bits_however_it_is_served(name: str) -> None:
 def test_a_copy_of_a_model_keeps_its_policy() -> None:
     model = half_model("llama")
     model.bind(BATCH_INVARIANT)
-    twin = copy.deepcopy(model)
-    assert twin.policy == twin._fused._policy == BATCH_INVARIANT
-    assert torch.equal(Server(twin).step([(0, 0, 5)]), Server(model).step([(0, 0, 5)]))
+    copied = copy.deepcopy(model)
+    assert copied.policy == copied._fused._policy == BATCH_INVARIANT
+    assert torch.equal(Server(copied).step([(0, 0, 5)]), Server(model).step([(0, 0, 5)]))
 
 
 # --- what is refused

@@ -1,4 +1,4 @@
-"""Tokens chosen without logits are those that the logits would have given.
+"""Tokens found without logits are those that the logits would have given.
 
 Whole numbers make sums exact in any order, and ties frequent: there nothing may differ.
 """
@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from peagle.kernels.gpu import best_token as fast
-from peagle.kernels.gpu.best_token import Tile
-from peagle.kernels.reference import best_token as plain
-from peagle.kernels.reference.choose import Chosen
+from peagle.kernels.gpu.best_token import LinearTile
+from peagle.kernels.reference import best_token as reference
+from peagle.kernels.reference.sampling import SampledTokens
 
 INF, NAN = math.inf, math.nan
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = Tile(16, 16, 16, warps=4, stages=2)  # several of them even in a tiny table
+SMALL = LinearTile(16, 16, 16, warps=4, stages=2)  # several of them even in a tiny table
 FORMS = [
-    Tile(128, 128, 64, warps=4, stages=3),
-    Tile(128, 128, 64, warps=8, stages=3),
-    Tile(128, 256, 64, warps=8, stages=4),
-    Tile(256, 128, 64, warps=8, stages=3),
-    Tile(64, 256, 64, warps=4, stages=3),
+    LinearTile(128, 128, 64, warps=4, stages=3),
+    LinearTile(128, 128, 64, warps=8, stages=3),
+    LinearTile(128, 256, 64, warps=8, stages=4),
+    LinearTile(256, 128, 64, warps=8, stages=3),
+    LinearTile(64, 256, 64, warps=4, stages=3),
 ]
 NEAR_TIE = 1e-4  # float32 sums of 576 products around 1 in two orders
 
@@ -43,7 +43,7 @@ def random_product(rows: int, vocab_size: int, inputs: int) -> tuple[Tensor, Ten
     return hidden.to(DEVICE, torch.bfloat16), weight.to(DEVICE, torch.bfloat16)
 
 
-def assert_equal(actual: Chosen, expected: Chosen) -> None:
+def assert_equal(actual: SampledTokens, expected: SampledTokens) -> None:
     assert actual.token_ids.tolist() == expected.token_ids.tolist()
     assert actual.usable.tolist() == expected.usable.tolist()
 
@@ -55,7 +55,7 @@ def test_any_sizes_give_the_tokens_of_the_definition(rows, vocab_size, inputs, w
     weight = whole_numbers(vocab_size, inputs, seed=seed + 1)
     ids = torch.arange(vocab_size, device=DEVICE) * 3 + 5 if with_ids else None
     actual = fast.best_tokens_in_tiles(hidden, weight, ids, SMALL)
-    assert_equal(actual, plain.best_tokens(hidden, weight, ids))
+    assert_equal(actual, reference.best_tokens(hidden, weight, ids))
 
 
 def test_the_lowest_id_wins_among_equals_within_and_across_tiles() -> None:
@@ -65,9 +65,9 @@ def test_the_lowest_id_wins_among_equals_within_and_across_tiles() -> None:
     weight[[15, 16], 1] = 2.0
     weight[69, 2] = 2.0
     hidden = torch.eye(16, device=DEVICE, dtype=torch.float16)[:4]
-    chosen = fast.best_tokens_in_tiles(hidden, weight, None, SMALL)
-    assert chosen.token_ids.tolist() == [19, 15, 69, 0]
-    assert chosen.usable.all()
+    best = fast.best_tokens_in_tiles(hidden, weight, None, SMALL)
+    assert best.token_ids.tolist() == [19, 15, 69, 0]
+    assert best.usable.all()
 
 
 def test_sums_are_compared_unrounded() -> None:
@@ -89,7 +89,7 @@ def test_rows_that_admit_no_token_are_reported(with_ids: bool, vocab_size: int) 
     ids = torch.arange(vocab_size, device=DEVICE) + 9 if with_ids else None
     actual = fast.best_tokens_in_tiles(hidden, weight, ids, SMALL)
     assert actual.usable.tolist() == [False, False, False, True, False, True]
-    assert_equal(actual, plain.best_tokens(hidden, weight, ids))
+    assert_equal(actual, reference.best_tokens(hidden, weight, ids))
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -102,11 +102,11 @@ def test_one_broken_logit_is_seen_wherever_it_stands(value: float, column: int) 
     hidden = whole_numbers(1, 16).repeat(2, 1)
     hidden[:, 15] = torch.tensor([1.0, 0.0])
     actual = fast.best_tokens_in_tiles(hidden, weight, None, SMALL)
-    assert_equal(actual, plain.best_tokens(hidden, weight, None))
+    assert_equal(actual, reference.best_tokens(hidden, weight, None))
     assert actual.usable.tolist() == [value == -INF, False]  # a zero times these is a NaN
 
 
-def test_a_table_of_infinities_leaves_the_tokens_that_can_be_chosen() -> None:
+def test_a_table_of_infinities_leaves_the_tokens_that_can_be_sampled() -> None:
     """Whole tiles of -inf, and a row of nothing else."""
     weight = torch.full((50, 16), -INF, device=DEVICE, dtype=torch.float16)
     weight[33] = 1.0
@@ -129,12 +129,12 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", FORMS)
 @pytest.mark.parametrize(("rows", "vocab_size"), [(100, 24_576), (896, 24_576), (1024, 49_152)])
-def test_real_sizes_give_the_tokens_of_the_definition(rows, vocab_size, block: Tile) -> None:
+def test_real_sizes_give_the_tokens_of_the_definition(rows, vocab_size, block: LinearTile) -> None:
     hidden = whole_numbers(rows, 576, dtype=torch.bfloat16)
     weight = whole_numbers(vocab_size, 576, seed=1, dtype=torch.bfloat16)
     ids = torch.arange(vocab_size, device=DEVICE) * 2
     actual = fast.best_tokens_in_tiles(hidden, weight, ids, block)
-    assert_equal(actual, plain.best_tokens(hidden, weight, ids))
+    assert_equal(actual, reference.best_tokens(hidden, weight, ids))
 
 
 @pytest.mark.gpu
@@ -142,14 +142,14 @@ def test_real_sizes_give_the_tokens_of_the_definition(rows, vocab_size, block: T
 def test_bfloat16_tokens_are_those_of_cublas_up_to_near_ties(rows: int, inputs: int) -> None:
     hidden, weight = random_product(rows, 49_152, inputs)
     logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    chosen = fast.best_tokens(hidden, weight, None)
-    gaps = logits.amax(1) - logits.gather(1, chosen.token_ids[:, None])[:, 0]
-    assert chosen.usable.all()
+    best = fast.best_tokens(hidden, weight, None)
+    gaps = logits.amax(1) - logits.gather(1, best.token_ids[:, None])[:, 0]
+    assert best.usable.all()
     assert float(gaps.max()) < NEAR_TIE
 
 
 @pytest.mark.gpu
-def test_choosing_can_be_captured_in_a_cuda_graph() -> None:
+def test_best_tokens_can_be_captured_in_a_cuda_graph() -> None:
     hidden, weight = random_product(300, 49_152, 576)
     fast.best_tokens(hidden, weight, None)
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Rows as 8-bit floats, and what goes with it in one launch: the kernels against their twins."""
+"""Rows as 8-bit floats, and what goes with it in one launch: kernels against references."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.gpu import fp8
-from peagle.kernels.reference import fp8 as plain
+from peagle.kernels.reference import fp8 as reference
 from peagle.kernels.reference.fp8 import FP8, LARGEST, Quantized, Sums
 from peagle.kernels.reference.linear import Norm
 
@@ -29,17 +29,17 @@ def assert_equal(ours: Quantized, theirs: Quantized) -> None:
 
 @pytest.mark.parametrize("columns", [1, 16, 576, 1500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_rows_have_their_twins_numbers(
+def test_rows_have_their_references_numbers(
     columns: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     x = random(5, columns, dtype=dtype, device=device, seed=columns)
     x[3] *= 100
     ours = fp8.quantize_rows(x)
     assert ours.values.dtype == FP8
-    assert_equal(ours, plain.quantize_rows(x))
+    assert_equal(ours, reference.quantize_rows(x))
 
 
-def test_every_number_and_every_tie_is_rounded_as_the_twin_does(device: torch.device) -> None:
+def test_every_number_and_every_tie_is_rounded_as_the_reference_does(device: torch.device) -> None:
     """All numbers of FP8, those just between two of them, and their neighbours on both sides."""
     numbers = torch.arange(127, dtype=torch.uint8).view(FP8).float()  # 0 to LARGEST
     ties = (numbers[1:] + numbers[:-1]) / 2
@@ -54,9 +54,9 @@ def test_every_number_and_every_tie_is_rounded_as_the_twin_does(device: torch.de
 def test_rows_of_a_wider_tensor_are_read_where_they_lie(device: torch.device) -> None:
     x = random(4, 64, dtype=torch.float32, device=device)[:, 16:48]
     ours = fp8.quantize_rows(x)
-    assert_equal(ours, plain.quantize_rows(x))
+    assert_equal(ours, reference.quantize_rows(x))
     assert ours.values.is_contiguous()
-    assert_equal(fp8.quantize_gated(x), plain.quantize_gated(x))
+    assert_equal(fp8.quantize_gated(x), reference.quantize_gated(x))
 
 
 def test_a_row_of_zeros_stays_one(device: torch.device) -> None:
@@ -92,7 +92,7 @@ def test_a_gate_is_rounded_before_it_is_quantised(
     columns: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     gate_up = 3 * random(4, 2 * columns, dtype=dtype, device=device)
-    ours, theirs = fp8.quantize_gated(gate_up), plain.quantize_gated(gate_up)
+    ours, theirs = fp8.quantize_gated(gate_up), reference.quantize_gated(gate_up)
     torch.testing.assert_close(ours.scales, theirs.scales, rtol=2**-8, atol=0)
     # Not all: another exp moves a number across the border of two.
     assert (ours.values.float() == theirs.values.float()).float().mean() > 0.98
@@ -108,17 +108,17 @@ def sums(splits: int, bias: bool, dtype: torch.dtype, device: torch.device) -> S
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_a_product_ends_as_its_twin_does(
+def test_a_product_ends_as_its_reference_does(
     dtype: torch.dtype, splits: int, bias: bool, with_residual: bool, device: torch.device
 ) -> None:
     given = sums(splits, bias, dtype, device)
     residual = random(3, 100, dtype=dtype, device=device, seed=2) if with_residual else None
     norm = Norm(1 + 0.3 * random(100, dtype=dtype, device=device, seed=3), 1e-5)
-    expected = plain.finish(given, residual)
+    expected = reference.finish(given, residual)
     ours, summed = fp8.quantize_normed(given, residual, norm)
     assert torch.equal(fp8.finish(given, residual), expected)
     assert torch.equal(summed, expected)
-    theirs = plain.quantize_normed(given, residual, norm)[0]
+    theirs = reference.quantize_normed(given, residual, norm)[0]
     torch.testing.assert_close(ours.scales, theirs.scales, rtol=2**-7, atol=0)
     assert (ours.values.float() == theirs.values.float()).float().mean() > 0.98
 
@@ -128,7 +128,7 @@ def test_a_sum_is_normed_as_it_was_rounded(device: torch.device) -> None:
     norm = Norm(1 + 0.3 * random(64, dtype=torch.float16, device=device, seed=1), 1e-5)
     given = Sums(x[None], None, x.dtype)
     ours, theirs = (
-        f(given, residual, norm)[0] for f in (fp8.quantize_normed, plain.quantize_normed)
+        f(given, residual, norm)[0] for f in (fp8.quantize_normed, reference.quantize_normed)
     )
     # A scale is a row's largest number: it tells one rounding more or less.
     assert (ours.scales == theirs.scales).float().mean() > 0.9
@@ -158,9 +158,9 @@ def test_a_row_has_the_same_numbers_alone_and_beside_others(device: torch.device
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", [4096, 12288])
 @pytest.mark.parametrize("rows", [1, 33, 300])
-def test_long_rows_are_rounded_as_the_twin_does(
+def test_long_rows_are_rounded_as_the_reference_does(
     columns: int, rows: int, device: torch.device
 ) -> None:
     x = random(rows, columns, dtype=torch.bfloat16, device=device)
-    assert_equal(fp8.quantize_rows(x), plain.quantize_rows(x))
+    assert_equal(fp8.quantize_rows(x), reference.quantize_rows(x))
     assert float(fp8.quantize_rows(x).values.float().abs().max()) == LARGEST

@@ -9,8 +9,9 @@ from tolerance import near
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from kernels.gpu.test_layers import SIZES, aux_hidden_states_of
-from peagle.kernels.gpu import fp8, fp8_layers
-from peagle.kernels.gpu.fp8_product import Form
+from peagle.kernels.gpu import fp8
+from peagle.kernels.gpu import layers as gpu_layers
+from peagle.kernels.gpu.fp8 import Form
 from peagle.kernels.reference.fp8 import Quantized
 from peagle.models import fused
 from peagle.models.config import DecoderConfig
@@ -36,13 +37,13 @@ def quantised(config: PretrainedConfig) -> TargetModel:
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of every product: equal results say nothing if the modules ran on both sides."""
     rows: list[int] = []
-    run = fp8_layers.product
+    run = gpu_layers.product
 
     def counted(quantized: Quantized, *rest: object) -> object:
         rows.append(len(quantized.values))
         return run(quantized, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(fp8_layers, "product", counted)
+    monkeypatch.setattr(gpu_layers, "product", counted)
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Products of few rows with 8-bit weights: every form against the plain twin."""
+"""Products of few rows with 8-bit weights: every form against the reference."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kernels.gpu.test_fp8 import BAD
 from peagle.kernels.gpu import fp8
-from peagle.kernels.gpu.fp8_product import Form, few_rows_product
-from peagle.kernels.reference import fp8 as plain
+from peagle.kernels.gpu.fp8 import Form, few_rows_product
+from peagle.kernels.reference import fp8 as reference
 
 FORMS = {
     "whole": Form(16, 64, 32, 4, 2),
@@ -41,19 +41,19 @@ class Case:
         if signs_alone:
             x, weight = (t.sign() * t[:, :1].abs() for t in (x, weight))
         self.x, self.bias, self.dtype = x, bias, dtype
-        self.weight, self.scales = plain.quantize_rows(weight)
+        self.weight, self.scales = reference.quantize_rows(weight)
 
     def ours(self, form: Form, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
-        quantized = plain.quantize_rows(self.x[rows])
+        quantized = reference.quantize_rows(self.x[rows])
         sums = few_rows_product(quantized, self.weight, self.scales, bias, self.dtype, form)
         return fp8.finish(sums)
 
     def theirs(self, bias: Tensor | None) -> Tensor:
-        return plain.scaled_linear(self.x, self.weight, self.scales, bias)
+        return reference.scaled_linear(self.x, self.weight, self.scales, bias)
 
 
 def assert_near(ours: Tensor, theirs: Tensor) -> None:
-    """The interpreter sums in float32, as the twin does; Hopper's 8-bit units keep some 14 bits."""
+    """The interpreter sums in float32, as the reference; Hopper's 8-bit units keep some 14 bits."""
     if ours.is_cuda:
         assert (ours - theirs).norm() < 2**-9 * theirs.norm()
     else:
@@ -63,7 +63,7 @@ def assert_near(ours: Tensor, theirs: Tensor) -> None:
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 96), (48, 112), (80, 16)])
 @pytest.mark.parametrize("rows", [1, 16])
-def test_every_form_agrees_with_the_twin(
+def test_every_form_agrees_with_the_reference(
     name: str, rows: int, outputs: int, inputs: int, device: torch.device
 ) -> None:
     case = Case(rows, outputs, inputs, device)
@@ -76,7 +76,7 @@ def test_what_32_inputs_give_is_added_in_float32(device: torch.device) -> None:
     x, weight = torch.ones(1, 4096, device=device), torch.ones(64, 4096, device=device)
     x[:, 32:] /= 64  # such a product, a 2**17th of the first 32, is lost beside a sum of 14 bits
     weight[:, 32:] /= 64
-    out = fp8.scaled_linear(x, *plain.quantize_rows(weight))
+    out = fp8.scaled_linear(x, *reference.quantize_rows(weight))
     expected = torch.full_like(out, 32 + 4064 / 64**2)
     torch.testing.assert_close(out, expected, **near(terms=4096 // 32))
 
@@ -99,10 +99,10 @@ def test_a_row_has_the_same_bits_alone_and_beside_others(name: str, device: torc
 
 
 @pytest.mark.parametrize("rows", [1, 20, 40])
-def test_scaled_linear_agrees_with_the_twin(rows: int, device: torch.device) -> None:
+def test_scaled_linear_agrees_with_the_reference(rows: int, device: torch.device) -> None:
     case = Case(rows, 48, 144, device)
     arguments = (case.x, case.weight, case.scales, case.bias)
-    ours, theirs = fp8.scaled_linear(*arguments), plain.scaled_linear(*arguments)
+    ours, theirs = fp8.scaled_linear(*arguments), reference.scaled_linear(*arguments)
     assert_near(ours, theirs)
 
 
@@ -111,7 +111,7 @@ def test_scaled_linear_agrees_with_the_twin(rows: int, device: torch.device) -> 
 def test_what_is_not_a_number_spoils_its_row_alone(bad: float, device: torch.device) -> None:
     case = Case(3, 16, 32, device)
     case.x[1, 5] = bad
-    for product in (fp8.scaled_linear, plain.scaled_linear):
+    for product in (fp8.scaled_linear, reference.scaled_linear):
         is_number = torch.isfinite(product(case.x, case.weight, case.scales)).all(dim=1)
         assert is_number.tolist() == [True, False, True]
 

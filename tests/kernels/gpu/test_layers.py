@@ -18,9 +18,9 @@ from peagle.kernels.gpu import layers as gpu_layers
 from peagle.kernels.policy import BATCH_INVARIANT, FAST
 from peagle.kernels.rows import PagedRows, RowGroups
 from peagle.models import fused
+from peagle.models.attention import RowsAttention
 from peagle.models.config import DecoderConfig
 from peagle.models.eagle import EagleNetwork
-from peagle.models.rows_attention import RowsAttention
 from peagle.models.target import TargetModel
 
 SIZES: dict[str, Any] = {
@@ -40,7 +40,7 @@ CASES = {
     "norms of queries and keys": Qwen3Config(**SIZES),
     "sliding window": MistralConfig(**SIZES, sliding_window=2),
 }
-TAPS = (0, 1, 2)
+AUX_LAYERS = (0, 1, 2)
 BLOCK_SIZE, BLOCKS_EACH, SEQUENCES = 2, 4, 2
 NUM_SLOTS = BLOCK_SIZE * BLOCKS_EACH * SEQUENCES + 1  # the last is the padding slot
 BLOCK_TABLES = torch.randperm(
@@ -143,7 +143,7 @@ def aux_hidden_states_of(model: TargetModel, **options: Any) -> Tensor:
     def forward(rows: RowGroups, attention: RowsAttention) -> Tensor:
         tables = [g.tables.repeat_interleave(g.rows_per_item) for g in rows.groups]
         tokens = (rows.positions * 7 + torch.cat(tables)) % 40
-        aux_hidden_states = model(tokens, rows.positions, attention, TAPS).aux_hidden_states
+        aux_hidden_states = model(tokens, rows.positions, attention, AUX_LAYERS).aux_hidden_states
         assert aux_hidden_states is not None
         return aux_hidden_states  # type: ignore[no-any-return]
 

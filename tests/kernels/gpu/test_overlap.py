@@ -19,10 +19,10 @@ FOLDER = Path(peagle.__file__).parent / "kernels" / "gpu"
 # What a kernel may load before it waits: written two kernels ago or earlier, or never.
 ROW_PLACES = {"positions_ptr", "slots_ptr", "cos_ptr", "sin_ptr"}
 EARLY_READS = {
-    "rotary._rotate_and_write": ROW_PLACES,
+    "qkv._rotate_and_write": ROW_PLACES,
     "qkv._qkv_to_cache": ROW_PLACES,
     "attention._attend": {"starts_ptr", "ends_ptr", "tables_ptr", "block_tables_ptr"},
-    "fp8_row_kernels.quantize_normed_row": {"norm_weight"},
+    "fp8._quantize_normed_row": {"norm_weight"},
 }
 EARLY_FETCHES = {"weight_ptr", "keys_ptr", "values_ptr"}  # to the cache alone
 

@@ -23,10 +23,9 @@ from kernels.gpu.paged_cases import (
 )
 from peagle.kernels.gpu import layers as gpu_layers
 from peagle.kernels.gpu.linear import fused_linear
-from peagle.kernels.gpu.qkv import fits_one_kernel, qkv_to_cache
-from peagle.kernels.gpu.rotary import rotate_and_write
-from peagle.kernels.layer import LayerTensors, Projection
-from peagle.kernels.reference import qkv as plain
+from peagle.kernels.gpu.qkv import fits_one_kernel, qkv_to_cache, rotate_and_write
+from peagle.kernels.layer_tensors import LayerTensors, Projection
+from peagle.kernels.reference import qkv as reference
 from peagle.kernels.reference.linear import Norm
 from peagle.kernels.rows import PagedRows, RowGroups
 
@@ -112,11 +111,11 @@ def make_case(
 
 
 def assert_agrees_with_the_reference(case: Case) -> None:
-    ours, references = case.run(qkv_to_cache), case.run(plain.qkv_to_cache)
+    ours, references = case.run(qkv_to_cache), case.run(reference.qkv_to_cache)
     assert ours[0].is_contiguous()
-    for our, reference in zip(ours, references, strict=True):
-        assert our.dtype == reference.dtype
-        torch.testing.assert_close(our, reference, **TOLERANCE[our.dtype])
+    for our, expected in zip(ours, references, strict=True):
+        assert our.dtype == expected.dtype
+        torch.testing.assert_close(our, expected, **TOLERANCE[our.dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -222,7 +221,7 @@ def layer_of(case: Case, heads: Heads, head_norms: bool) -> LayerTensors:
         (Heads(3, 1, 24), False, 5, "two kernels"),
     ],
 )
-def test_layers_choose_the_kernel_that_fits(
+def test_layers_take_the_kernel_that_fits(
     heads: Heads, head_norms: bool, num_rows: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = make_case(num_rows, heads)
@@ -256,5 +255,5 @@ def test_bf16_agrees_with_the_two_kernels_at_realistic_sizes(
     for our, theirs in zip(ours, case.run(two_kernels), strict=True):
         assert (our == theirs).double().mean() > 0.98  # of others a last bit was rounded otherwise
         torch.testing.assert_close(our, theirs, atol=2e-2, rtol=1e-2)
-    for our, reference in zip(ours, case.run(plain.qkv_to_cache), strict=True):
-        torch.testing.assert_close(our, reference, atol=5e-2, rtol=2e-2)
+    for our, expected in zip(ours, case.run(reference.qkv_to_cache), strict=True):
+        torch.testing.assert_close(our, expected, atol=5e-2, rtol=2e-2)

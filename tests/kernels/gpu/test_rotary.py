@@ -1,4 +1,4 @@
-"""Norm, rotation and cache write: the kernel agrees with its twin, the twin with the modules."""
+"""Norm, rotation and cache write: kernel and reference agree, and the modules with them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from kernels.gpu.paged_cases import (
     Shape,
     make_rows,
 )
-from peagle.kernels.gpu.attention import rotate_and_write
-from peagle.kernels.reference import attention as plain
+from peagle.kernels.gpu.qkv import rotate_and_write
+from peagle.kernels.reference import qkv as reference
 from peagle.kernels.rows import PagedRows
 from peagle.models.layers import RMSNorm, rotate
 
@@ -40,7 +40,7 @@ class Case:
     values: Tensor
 
     def run(self, function: object) -> tuple[Tensor, Tensor, Tensor]:
-        """-> q, and what the function made of copies of the cache, without the trash slot."""
+        """-> q, and what the function made of copies of the cache, without the padding slot."""
         keys, values = self.keys.clone(), self.values.clone()
         q = function(  # type: ignore[operator]
             self.qkv, self.rows, self.cos, self.sin, *self.norms, EPS, keys, values
@@ -55,7 +55,7 @@ def angles(dim: int) -> Tensor:
 
 
 def make_case(heads: Heads, num_rows: int, has_norm: bool, dtype: torch.dtype) -> Case:
-    """Every third row only fills up: its slot is the trash slot."""
+    """Every third row only fills up: its slot is the padding slot."""
     draws = torch.Generator().manual_seed(num_rows)
     num_slots = 2 * num_rows + 1
     slots = torch.randperm(num_slots - 1, generator=draws)[:num_rows]
@@ -86,16 +86,16 @@ HEADS = st.builds(Heads, st.integers(1, 9), st.integers(1, 3), st.sampled_from([
 
 @settings(max_examples=EXAMPLES)
 @given(heads=HEADS, num_rows=st.integers(1, 5), has_norm=st.booleans(), half=st.booleans())
-def test_kernel_agrees_with_its_twin(
+def test_kernel_agrees_with_its_reference(
     heads: Heads, num_rows: int, has_norm: bool, half: bool
 ) -> None:
     dtype = torch.float16 if half else torch.float32
     case = make_case(heads, num_rows, has_norm, dtype)
-    ours, twins = case.run(rotate_and_write), case.run(plain.rotate_and_write)
+    ours, references = case.run(rotate_and_write), case.run(reference.rotate_and_write)
     assert ours[0].is_contiguous()
-    for our, twin in zip(ours, twins, strict=True):
-        torch.testing.assert_close(our, twin, **TOLERANCE[dtype])
-    assert torch.equal(ours[2], twins[2])  # values are only copied
+    for our, expected in zip(ours, references, strict=True):
+        torch.testing.assert_close(our, expected, **TOLERANCE[dtype])
+    assert torch.equal(ours[2], references[2])  # values are only copied
 
 
 def test_slots_of_no_row_stay_as_they_were() -> None:
@@ -103,15 +103,15 @@ def test_slots_of_no_row_stay_as_they_were() -> None:
     _, keys, values = case.run(rotate_and_write)
     written = torch.zeros(len(keys) + 1, dtype=torch.bool, device=DEVICE)
     written[case.rows.slots] = True
-    assert written[:-1].sum() == 3  # of five rows two go to the trash slot
+    assert written[:-1].sum() == 3  # of five rows two go to the padding slot
     assert (keys[~written[:-1]] == UNTOUCHED).all()
     assert (values[~written[:-1]] == UNTOUCHED).all()
     assert (keys[written[:-1]] != UNTOUCHED).all()
 
 
-def test_twin_turns_each_pair_by_its_angle() -> None:
+def test_reference_turns_each_pair_by_its_angle() -> None:
     case = make_case(Heads(2, 1, 8), 3, False, torch.float64)
-    q, _, _ = case.run(plain.rotate_and_write)
+    q, _, _ = case.run(reference.rotate_and_write)
     turn = angles(8)
     for row, position in enumerate(case.rows.positions.tolist()):
         for head in range(2):
@@ -128,7 +128,7 @@ def test_twin_turns_each_pair_by_its_angle() -> None:
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_twin_gives_what_the_layers_give(has_norm: bool) -> None:
+def test_reference_gives_what_the_layers_give(has_norm: bool) -> None:
     heads = Heads(4, 2, 8)
     case = make_case(heads, 4, has_norm, torch.float32)
     given = case.qkv.view(4, -1, heads.dim).split((heads.q, heads.kv, heads.kv), dim=1)
@@ -140,7 +140,7 @@ def test_twin_gives_what_the_layers_give(has_norm: bool) -> None:
         if weight is not None:
             norm.weight.data = weight
         expected.append(rotate(norm(x) if has_norm else x, rotation))
-    q, keys, values = case.run(plain.rotate_and_write)
+    q, keys, values = case.run(reference.rotate_and_write)
     torch.testing.assert_close(q, expected[0], **TOLERANCE[torch.float32])
     is_real = case.rows.slots < len(keys)
     slots = case.rows.slots[is_real]
@@ -148,7 +148,7 @@ def test_twin_gives_what_the_layers_give(has_norm: bool) -> None:
     assert torch.equal(values[slots], given[2][is_real])
 
 
-def test_a_row_gives_the_same_bits_in_any_company() -> None:
+def test_a_row_is_batch_invariant() -> None:
     case = make_case(Heads(3, 1, 16), 4, True, torch.float32)
     together, _, _ = case.run(rotate_and_write)
     for row in range(4):
@@ -166,6 +166,6 @@ def test_a_row_gives_the_same_bits_in_any_company() -> None:
 @pytest.mark.parametrize("num_rows", [1, 1024])
 def test_bf16_agrees_at_realistic_sizes(heads: Heads, num_rows: int, has_norm: bool) -> None:
     case = make_case(heads, num_rows, has_norm, torch.bfloat16)
-    ours, twins = case.run(rotate_and_write), case.run(plain.rotate_and_write)
-    for our, twin in zip(ours, twins, strict=True):
-        torch.testing.assert_close(our, twin, **TOLERANCE[torch.bfloat16])
+    ours, references = case.run(rotate_and_write), case.run(reference.rotate_and_write)
+    for our, expected in zip(ours, references, strict=True):
+        torch.testing.assert_close(our, expected, **TOLERANCE[torch.bfloat16])

@@ -6,12 +6,65 @@ Shapes: R rows, V columns, C chunks of a row (padded to CHUNKS, a power of two).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from peagle.kernels.gpu.overlap import wait
+from peagle.kernels.gpu.overlap import overlapping, wait
+from peagle.kernels.reference.sampling import SampledTokens
 
 _NO_COLUMN = tl.constexpr(2**31 - 1)
+
+
+class Chunks(NamedTuple):
+    """The largest logit of each chunk and its column; how a row is cut."""
+
+    peaks: Tensor  # [R, C] float32, NaN where the chunk has one
+    columns: Tensor  # [R, C] int32
+    size: int
+
+    @property
+    def padded(self) -> int:
+        return int(triton.next_power_of_2(self.peaks.shape[1]))
+
+
+def find_peaks(logits: Tensor, chunk: int) -> Chunks:
+    assert logits.stride(1) == 1
+    rows, vocab_size = logits.shape
+    shape = (rows, triton.cdiv(vocab_size, chunk))
+    peaks = logits.new_empty(shape, dtype=torch.float32)
+    columns = logits.new_empty(shape, dtype=torch.int32)
+    peaks_kernel[shape](
+        logits,
+        logits.stride(0),
+        vocab_size,
+        peaks,
+        columns,
+        CHUNK=chunk,
+        **overlapping(),
+    )
+    return Chunks(peaks, columns, chunk)
+
+
+def merge(chunks: Chunks, values: Tensor, columns: Tensor, ids: Tensor | None) -> SampledTokens:
+    rows, num_chunks = values.shape
+    tokens = columns.new_empty(rows, dtype=torch.int64)
+    usable = columns.new_empty(rows, dtype=torch.int8)
+    merge_kernel[(rows,)](
+        chunks.peaks,
+        values,
+        columns,
+        ids,
+        tokens,
+        usable,
+        num_chunks,
+        CHUNKS=chunks.padded,
+        **overlapping(),
+    )
+    return SampledTokens(tokens, usable.view(torch.bool))
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 Shapes: I items, Q rows each, N = I * Q rows, S slots, h heads, g key-value heads, D head dimension.
 The h / g heads that share a key-value head are further rows of one tile: each key is read once.
 
-A row's bits depend on its own item, on `num_splits` and on the tile alone (tiles.py).
+A row's bits depend on its own item, on `num_splits` and on the tile alone.
 
 Each tile of keys has a softmax of its own, relative to a power of two: 2 to its highest score,
 which is rounded up. So bringing two tiles to one scale is exact, and only the order of their sums
@@ -17,6 +17,7 @@ order whether one program has met them all or the merge has. Parts without keys 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,18 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.gpu.overlap import fetch_rows, overlapping, wait
-from peagle.kernels.gpu.rotary import rotate_and_write
-from peagle.kernels.gpu.tiles import (
-    Tile,
-    batch_invariant_tile,
-    choose_splits,
-    power_of_two,
-    tile,
-)
 from peagle.kernels.policy import FAST, Policy
 from peagle.kernels.rows import PagedRows
-
-__all__ = ["Tile", "choose_splits", "paged_attention", "rotate_and_write", "tile"]
 
 # The highest score of a row that has seen no key. Finite: the difference of two is not NaN.
 LOWEST = tl.constexpr(-1.0e30)
@@ -43,6 +34,66 @@ SPLITS_AT_ONCE = 8
 # An H200's multiprocessors: more programs wait for a place, not for the kernel ahead, and have no
 # time to fetch anything.
 MAX_FETCHING_PROGRAMS = 132
+# More rows per program than this and an item's rows are divided over several: its registers hold
+# a float32 result of that many rows.
+MAX_TILE_ROWS = 64
+# The smallest side that a matrix product of the GPU takes.
+MIN_SIDE = 16
+COARSE_SPLIT, FINE_SPLIT = 128, 64  # keys of a part: one tile
+PARTS_PER_SM = 32  # that are worth their writing when they do not run at once
+FEW_PROGRAMS = 16  # without splits: up to so many, fine parts find room on a large GPU
+
+
+class AttentionTile(NamedTuple):
+    block_m: int  # rows: queries times the heads that share a key-value head
+    block_n: int  # keys
+    block_d: int  # head dimension, padded
+    num_warps: int
+    num_stages: int
+
+
+def tile(num_rows: int, group: int, dim: int, programs: int) -> AttentionTile:
+    """For items of `num_rows` rows and `group` heads per key-value head; `programs` is the number
+    of items times that of key-value heads. The tile of keys does not depend on the context, nor,
+    with few programs, on the rows: one request has the same one with drafts and without."""
+    block_m = min(padded(num_rows * group), MAX_TILE_ROWS)
+    small = programs <= FEW_PROGRAMS or block_m == MAX_TILE_ROWS or dim > 64
+    block_n = 32 if dim > 128 else FINE_SPLIT if small else COARSE_SPLIT
+    return AttentionTile(block_m, block_n, padded(dim), num_warps=4, num_stages=3)
+
+
+def batch_invariant_tile(dim: int) -> AttentionTile:
+    """For items of any number of rows: one tile of keys, and one layout of it over threads, which
+    sums of weights follow."""
+    return AttentionTile(32, keys_of_a_part(dim), padded(dim), num_warps=4, num_stages=3)
+
+
+def keys_of_a_part(dim: int) -> int:
+    return 32 if dim > 128 else FINE_SPLIT
+
+
+def padded(size: int) -> int:
+    """The next power of two that a matrix product takes."""
+    return max(MIN_SIDE, int(triton.next_power_of_2(size)))
+
+
+def choose_splits(num_items: int, kv_heads: int, max_context: int, num_sms: int) -> int:
+    """Over how many programs an item's keys are divided. Tiles of keys follow each other, at
+    more than a microsecond each, while most of the GPU is idle: so even short contexts are
+    divided, as long as all parts run at once."""
+    programs = num_items * kv_heads
+    shortest = FINE_SPLIT if programs <= FEW_PROGRAMS else COARSE_SPLIT
+    return max(min(num_sms // programs, max_context // shortest), 1)
+
+
+def batch_invariant_splits(
+    num_items: int, kv_heads: int, dim: int, max_context: int, num_sms: int
+) -> int:
+    """A part for each tile of keys up to `max_context`, which counts the new rows, too; 1 where the
+    GPU is full without and parts would only be written and read. The results are the same."""
+    programs, parts = num_items * kv_heads, -(-max_context // keys_of_a_part(dim))
+    is_full = programs >= num_sms // 2
+    return 1 if is_full and programs * parts > PARTS_PER_SM * num_sms else max(parts, 1)
 
 
 def paged_attention(
@@ -80,7 +131,7 @@ def paged_attention(
         out,
         D=dim,
         SPLITS=rows.num_splits,
-        PADDED_SPLITS=power_of_two(rows.num_splits),
+        PADDED_SPLITS=triton.next_power_of_2(rows.num_splits),
         CHUNK=SPLITS_AT_ONCE,
         BLOCK_D=triton.next_power_of_2(dim),
         num_warps=2,

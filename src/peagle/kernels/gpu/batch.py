@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.device_batch import Committed, DeviceBatch, RowPlan, StepCounts
+from peagle.kernels.device_batch import HEADER, Committed, DeviceBatch, RowPlan, StepCounts
 from peagle.kernels.gpu.overlap import overlapping, wait
-from peagle.kernels.reference.batch import HEADER
 
 
 @triton.jit
@@ -110,7 +109,7 @@ def plan_rows(
 
 @triton.jit
 def _commit(
-    slots, num_computed, num_drafts, num_rows, num_outputs, drafts, chosen, usable, last_tokens,
+    slots, num_computed, num_drafts, num_rows, num_outputs, drafts, sampled, usable, last_tokens,
     computed, limits, max_drafts, next_drafts, capacity, report, out, depth, max_draft_tokens,
     batch, HEADER: tl.constexpr, DEPTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +121,7 @@ def _commit(
     running = tl.load(num_rows + b) > 0
     offset = tl.arange(0, DEPTH)
     in_row = offset <= depth
-    token = tl.load(chosen + b * (depth + 1) + offset, mask=in_row, other=-1)
+    token = tl.load(sampled + b * (depth + 1) + offset, mask=in_row, other=-1)
     is_usable = tl.load(usable + b * (depth + 1) + offset, mask=in_row, other=0) != 0
     draft = tl.load(drafts + b * depth + offset, mask=offset < depth, other=-2)
     agrees = (draft == token) & is_usable & (offset < drafted) & (offset < depth)
@@ -163,7 +162,7 @@ def commit(
     slots: Tensor,
     counts: StepCounts,
     drafts: Tensor,
-    chosen: Tensor,
+    sampled_token_ids: Tensor,
     usable: Tensor,
     max_draft_tokens: int,
 ) -> Committed:
@@ -172,7 +171,7 @@ def commit(
     out = torch.empty(4, batch, dtype=torch.int64, device=slots.device)
     _commit[(batch,)](
         slots, counts.num_computed, counts.num_drafts, counts.num_rows, counts.num_outputs,
-        drafts.contiguous(), chosen.contiguous(), usable.contiguous().view(torch.int8),
+        drafts.contiguous(), sampled_token_ids.contiguous(), usable.contiguous().view(torch.int8),
         state.last_tokens, state.num_computed, state.limits, state.max_drafts, state.num_drafts,
         state.capacity, report, out, depth, max_draft_tokens, batch,
         HEADER=HEADER, DEPTH=triton.next_power_of_2(depth + 2), num_warps=1, **overlapping(),

@@ -2,8 +2,8 @@
 
 Of 1,024 rows and 49,152 tokens the float32 logits are 201 MB, written only to be read once more.
 Here a program multiplies a tile of rows with a tile of the output table and keeps of each row the
-largest sum and its column; argmax.py's merge does the rest. A sum
-is one chain (linear.py): a row has the same bits alone and beside others.
+largest sum and its column; argmax.py's merge does the rest. A sum is one
+chain (linear.py): a row has the same bits alone and beside others.
 
 Shapes: R rows, H hidden, V tokens in C tiles.
 """
@@ -15,25 +15,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.gpu.choose import Chunks, merge
-from peagle.kernels.gpu.linear import Tile, output_tile
+from peagle.kernels.gpu.argmax import Chunks, merge
+from peagle.kernels.gpu.linear import LinearTile, output_tile
 from peagle.kernels.gpu.overlap import overlapping, wait
 from peagle.kernels.policy import HALF
-from peagle.kernels.reference.choose import Chosen
+from peagle.kernels.reference.sampling import SampledTokens
 
 
-def best_tokens(hidden: Tensor, weight: Tensor, ids: Tensor | None) -> Chosen:
+def best_tokens(hidden: Tensor, weight: Tensor, ids: Tensor | None) -> SampledTokens:
     """As kernels/reference/best_token.py."""
     return best_tokens_in_tiles(hidden, weight, ids, output_tile(hidden.shape[0]))
 
 
-def best_tokens_in_tiles(hidden: Tensor, weight: Tensor, ids: Tensor | None, block: Tile) -> Chosen:
+def best_tokens_in_tiles(
+    hidden: Tensor, weight: Tensor, ids: Tensor | None, block: LinearTile
+) -> SampledTokens:
     """`best_tokens` with the product cut so; no token depends on it but by the order of sums."""
     chunks = _find_peaks(hidden, weight, block)
     return merge(chunks, chunks.peaks, chunks.columns, ids)
 
 
-def _find_peaks(hidden: Tensor, weight: Tensor, block: Tile) -> Chunks:
+def _find_peaks(hidden: Tensor, weight: Tensor, block: LinearTile) -> Chunks:
     (rows, inputs), vocab_size = hidden.shape, weight.shape[0]
     assert weight.shape[1] == inputs
     assert hidden.dtype == weight.dtype

@@ -1,25 +1,26 @@
 """A stack of decoder layers over a paged cache, in few kernels per layer.
 
-The plain twin is the layers' modules, run with a RowsAttention. Shapes: N rows, H hidden, h heads,
+The reference is the layers' modules, run with a RowsAttention. Shapes: N rows, H hidden, h heads,
 g key-value heads, D head dimension, L layers, S slots, P positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.kernels.gpu.attention import paged_attention, rotate_and_write
-from peagle.kernels.gpu.fp8_layers import run_quantized
+from peagle.kernels.gpu.attention import paged_attention
+from peagle.kernels.gpu.fp8 import finish, product, quantize_gated, quantize_normed, quantize_rows
 from peagle.kernels.gpu.linear import fused_linear
 from peagle.kernels.gpu.norms import add_rms_norm, rms_norm, silu_mul
-from peagle.kernels.gpu.qkv import fits_one_kernel, qkv_to_cache
-from peagle.kernels.layer import LayerTensors, Projection
+from peagle.kernels.gpu.qkv import fits_one_kernel, qkv_to_cache, rotate_and_write
+from peagle.kernels.layer_tensors import LayerTensors, Projection
 from peagle.kernels.policy import FAST, Policy
+from peagle.kernels.reference.fp8 import Quantized, Sums
 from peagle.kernels.reference.linear import Norm
 from peagle.kernels.rows import RowGroups
 
@@ -89,7 +90,7 @@ def run_layers(
     projections = [p for layer in layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     if any(p.scales is not None for p in projections):
         assert not policy.batch_invariant
-        return run_quantized(layers, x, inputs, attention.of_qkv)
+        return _with_quantized_products(layers, x, inputs, attention.of_qkv)
     fused = policy.fits_fused(x, [p.weight for p in projections])
     run = _with_fused_products if fused else _with_cublas
     return run(layers, x, inputs, attention)
@@ -122,9 +123,9 @@ def _with_cublas(
     states = []
     for depth, (layer, after) in enumerate(zip(layers, following, strict=True)):
         assert inputs is not None
-        attended = _product(layer.o, attention.of_qkv(depth, _product(layer.qkv, inputs)))
+        attended = _linear(layer.o, attention.of_qkv(depth, _linear(layer.qkv, inputs)))
         normed, x = add_rms_norm(attended, x, layer.post_norm, layer.eps)
-        out = _product(layer.down, silu_mul(_product(layer.gate_up, normed)))
+        out = _linear(layer.down, silu_mul(_linear(layer.gate_up, normed)))
         if after is None:
             x = x + out
         else:
@@ -132,6 +133,46 @@ def _with_cublas(
             inputs, x = add_rms_norm(out, x, after.input_norm, after.eps)
         states.append(x)
     return states
+
+
+def _with_quantized_products(
+    layers: Sequence[LayerTensors],
+    x: Tensor,  # [N, H]
+    inputs: Tensor | None,  # [N, I]: what the first layer's attention reads; None: normed x
+    attend: Callable[[int, Tensor], Tensor],
+) -> list[Tensor]:
+    """With 8-bit weights what stands between two products is one launch, with the end of the first
+    and the quantising for the second: 10 launches a layer. A sum goes with the norm that follows
+    it: that of the next layer after the last product."""
+    rows = _first_rows(layers[0], x, inputs)
+    states = []
+    for depth, (layer, after) in enumerate(zip(layers, [*layers[1:], None], strict=True)):
+        attended = attend(depth, finish(_quantized_product(layer.qkv, rows, x.dtype)))
+        sums = _quantized_product(layer.o, quantize_rows(attended), x.dtype)
+        rows, x = quantize_normed(sums, x, Norm(layer.post_norm, layer.eps))
+        gate_up = finish(_quantized_product(layer.gate_up, rows, x.dtype))
+        sums = _quantized_product(layer.down, quantize_gated(gate_up), x.dtype)
+        if after is None:
+            x = finish(sums, x)
+        else:
+            assert after.input_norm is not None
+            rows, x = quantize_normed(sums, x, Norm(after.input_norm, after.eps))
+        states.append(x)
+    return states
+
+
+def _first_rows(layer: LayerTensors, x: Tensor, inputs: Tensor | None) -> Quantized:
+    if layer.input_norm is None:
+        assert inputs is not None
+        return quantize_rows(inputs)
+    norm = Norm(layer.input_norm, layer.eps)
+    return quantize_normed(Sums(x[None], None, x.dtype), None, norm)[0]
+
+
+def _quantized_product(projection: Projection, rows: Quantized, dtype: torch.dtype) -> Sums:
+    weight, bias, scales = projection
+    assert scales is not None
+    return product(rows, weight, scales, bias, dtype)
 
 
 def _fused(
@@ -157,6 +198,6 @@ def _norm_left_to(
     return rms_norm(x, *norm), None
 
 
-def _product(projection: Projection, x: Tensor) -> Tensor:
+def _linear(projection: Projection, x: Tensor) -> Tensor:
     weight, bias, _ = projection
     return F.linear(x, weight, bias)

@@ -26,29 +26,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.gpu.norms import add_rms_norm, norm_scale, rms_norm, silu_mul, weigh_rows
+from peagle.kernels.gpu.norms import norm_scale, weigh_rows
 from peagle.kernels.gpu.overlap import fetch_rows, overlapping, wait
 from peagle.kernels.policy import FAST, MAX_SMALL_WEIGHT, Policy
 from peagle.kernels.reference.linear import Norm
 
-__all__ = [
-    "Norm",
-    "Tile",
-    "add_rms_norm",
-    "batch_invariant_tile",
-    "fused_linear",
-    "invariant_logits",
-    "output_tile",
-    "rms_norm",
-    "scale_and_add",
-    "silu_mul",
-    "sum_products",
-    "tile",
-    "tile_for",
-]
 
-
-class Tile(NamedTuple):
+class LinearTile(NamedTuple):
     """What one program computes, and how."""
 
     rows: int
@@ -59,7 +43,7 @@ class Tile(NamedTuple):
     sums: int = 1  # side by side, each takes every `sums`-th turn: 1, 2 or 4
 
 
-def tile(rows: int, outputs: int, inputs: int, gated: bool, itemsize: int) -> Tile:
+def tile(rows: int, outputs: int, inputs: int, gated: bool, itemsize: int) -> LinearTile:
     """For a product [rows, inputs] x [outputs, inputs]; `outputs` counts gates and ups alike.
 
     Of some 40 forms on an H200 the best for SmolLM2's products inside its layers, or near it:
@@ -67,10 +51,10 @@ def tile(rows: int, outputs: int, inputs: int, gated: bool, itemsize: int) -> Ti
     """
     block_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
     if itemsize > 2:  # no tensor cores: the operands must fit the registers
-        return Tile(block_rows, 16, 32, warps=4, stages=2)
+        return LinearTile(block_rows, 16, 32, warps=4, stages=2)
     if rows > 64:
         long = inputs >= 1024
-        return Tile(64, 32 if gated else 16, 64, warps=4, stages=4, sums=2 if long else 1)
+        return LinearTile(64, 32 if gated else 16, 64, warps=4, stages=4, sums=2 if long else 1)
     return _TILES[block_rows, _kind(outputs, inputs, gated)]
 
 
@@ -80,27 +64,29 @@ def _kind(outputs: int, inputs: int, gated: bool) -> str:
 
 
 _TILES = {
-    (16, "gated"): Tile(16, 16, 32, warps=2, stages=4, sums=4),
-    (16, "wide"): Tile(16, 16, 32, warps=2, stages=4, sums=2),
-    (16, "long"): Tile(16, 16, 128, warps=4, stages=4),
-    (16, "short"): Tile(16, 16, 64, warps=2, stages=8),
-    (32, "gated"): Tile(32, 16, 64, warps=2, stages=4, sums=2),
-    (32, "wide"): Tile(32, 16, 64, warps=4, stages=8),
-    (32, "long"): Tile(32, 16, 128, warps=2, stages=4, sums=2),
-    (32, "short"): Tile(32, 16, 64, warps=2, stages=4),
-    (64, "gated"): Tile(64, 16, 128, warps=4, stages=6),
-    (64, "wide"): Tile(64, 16, 64, warps=4, stages=8),
-    (64, "long"): Tile(64, 16, 64, warps=4, stages=4, sums=2),
-    (64, "short"): Tile(64, 16, 128, warps=4, stages=4),
+    (16, "gated"): LinearTile(16, 16, 32, warps=2, stages=4, sums=4),
+    (16, "wide"): LinearTile(16, 16, 32, warps=2, stages=4, sums=2),
+    (16, "long"): LinearTile(16, 16, 128, warps=4, stages=4),
+    (16, "short"): LinearTile(16, 16, 64, warps=2, stages=8),
+    (32, "gated"): LinearTile(32, 16, 64, warps=2, stages=4, sums=2),
+    (32, "wide"): LinearTile(32, 16, 64, warps=4, stages=8),
+    (32, "long"): LinearTile(32, 16, 128, warps=2, stages=4, sums=2),
+    (32, "short"): LinearTile(32, 16, 64, warps=2, stages=4),
+    (64, "gated"): LinearTile(64, 16, 128, warps=4, stages=6),
+    (64, "wide"): LinearTile(64, 16, 64, warps=4, stages=8),
+    (64, "long"): LinearTile(64, 16, 64, warps=4, stages=4, sums=2),
+    (64, "short"): LinearTile(64, 16, 128, warps=4, stages=4),
 }
 
 
-def batch_invariant_tile(rows: int, outputs: int, inputs: int, gated: bool, itemsize: int) -> Tile:
+def batch_invariant_tile(
+    rows: int, outputs: int, inputs: int, gated: bool, itemsize: int
+) -> LinearTile:
     """As `tile`, with one order of sums for any number of rows: a single chain along the inputs.
     The tensor cores' two instructions, mma.sync below 64 rows and wgmma from there on, add up a
     chain alike (benchmarks/batch_invariance.py), so tiles may be chosen for speed."""
     if itemsize > 2:  # fused multiply-adds in order of k
-        return Tile(16 if rows <= 16 else 32, 16, 32, warps=4, stages=2)
+        return LinearTile(16 if rows <= 16 else 32, 16, 32, warps=4, stages=2)
     if outputs * inputs > MAX_SMALL_WEIGHT:
         return _large_weight_tile(rows, outputs, gated)
     if rows <= 16:
@@ -108,49 +94,49 @@ def batch_invariant_tile(rows: int, outputs: int, inputs: int, gated: bool, item
     if rows <= 256:
         return tile(rows, outputs, inputs, gated, itemsize)._replace(sums=1)
     if rows <= 512:
-        return Tile(64, 64, 128, warps=4, stages=3)
-    return Tile(128, 64, 128, warps=8, stages=3)
+        return LinearTile(64, 64, 128, warps=4, stages=3)
+    return LinearTile(128, 64, 128, warps=8, stages=3)
 
 
 _CHAINS = {
-    "gated": Tile(16, 16, 128, warps=2, stages=4),
-    "wide": Tile(16, 16, 128, warps=2, stages=4),
-    "long": Tile(16, 16, 128, warps=4, stages=4),
-    "short": Tile(16, 16, 64, warps=2, stages=8),
+    "gated": LinearTile(16, 16, 128, warps=2, stages=4),
+    "wide": LinearTile(16, 16, 128, warps=2, stages=4),
+    "long": LinearTile(16, 16, 128, warps=4, stages=4),
+    "short": LinearTile(16, 16, 64, warps=2, stages=8),
 }
 
 
-def _large_weight_tile(rows: int, outputs: int, gated: bool) -> Tile:
+def _large_weight_tile(rows: int, outputs: int, gated: bool) -> LinearTile:
     """A weight that is bound by its bytes. Few rows: narrow tiles, so that every multiprocessor
     reads, with many bytes in flight."""
     if rows <= 16:
-        return Tile(16, 32, 128, warps=2, stages=6)
+        return LinearTile(16, 32, 128, warps=2, stages=6)
     if rows <= 64:
         narrow = gated or outputs <= 8192
-        return Tile(64, 32 if narrow else 64, 128, warps=4, stages=4)
+        return LinearTile(64, 32 if narrow else 64, 128, warps=4, stages=4)
     if rows <= 128:
-        return Tile(64, 64, 64, warps=4, stages=4)
+        return LinearTile(64, 64, 64, warps=4, stages=4)
     if gated or rows <= 512:
-        return Tile(128, 64, 64, warps=8 if gated else 4, stages=4)
-    return Tile(128, 128, 64, warps=8, stages=4)
+        return LinearTile(128, 64, 64, warps=8 if gated else 4, stages=4)
+    return LinearTile(128, 128, 64, warps=8, stages=4)
 
 
-def output_tile(rows: int) -> Tile:
-    """Of the output product, which chooses or writes logits.
+def output_tile(rows: int) -> LinearTile:
+    """For the output product, which takes the argmax of logits or writes them.
 
     Of 8 forms on an H200 the best, or within 3 % of it, for 64 rows and the target's table of
     SmolLM2, and for 128 to 1,024 rows and both tables."""
     if rows <= 16:
-        return Tile(16, 128, 64, warps=4, stages=4)
+        return LinearTile(16, 128, 64, warps=4, stages=4)
     if rows <= 64:
-        return Tile(64, 128, 64, warps=4, stages=4)
-    return Tile(128, 256, 64, warps=8, stages=3)
+        return LinearTile(64, 128, 64, warps=4, stages=4)
+    return LinearTile(128, 256, 64, warps=8, stages=3)
 
 
-def tile_for(policy: Policy, x: Tensor, weight: Tensor, gated: bool = False) -> Tile:
-    choose = batch_invariant_tile if policy.batch_invariant else tile
+def tile_for(policy: Policy, x: Tensor, weight: Tensor, gated: bool = False) -> LinearTile:
+    find = batch_invariant_tile if policy.batch_invariant else tile
     outputs, inputs = weight.shape
-    return choose(x.shape[0], outputs, inputs, gated, weight.dtype.itemsize)
+    return find(x.shape[0], outputs, inputs, gated, weight.dtype.itemsize)
 
 
 def fused_linear(
@@ -192,7 +178,7 @@ def _product(
     residual: Tensor | None,
     gated: bool,
     out_dtype: torch.dtype,
-    block: Tile,
+    block: LinearTile,
 ) -> Tensor:
     rows, inputs = x.shape
     results = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -322,7 +308,7 @@ def sum_products(
 @triton.jit
 def scale_and_add(total, scale, biases, there, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr):
     """A row's scale, [R, 1], may as well be applied to its sums [R, N]; then the bias [N] is added.
-    In one rounding, said aloud: else the compiler would choose."""
+    In one rounding, stated explicitly: else the compiler would decide."""
     if HAS_BIAS:
         bias = tl.load(biases, mask=there, other=0.0).to(tl.float32)[None, :]
         total = tl.fma(total, scale, bias) if SCALED else total + bias

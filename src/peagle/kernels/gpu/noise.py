@@ -31,7 +31,7 @@ def vocab_key(seed, position):
 
 @triton.jit
 def stream_uniform(seed, position, OFFSET: tl.constexpr):
-    """The coin of a position in the stream with this offset, float64; the definition's bits."""
+    """The uniform of a position in the stream with this offset, float64; the definition's bits."""
     bits = (_row_key(seed, position, OFFSET) >> 12).to(tl.int64)
     return (bits.to(tl.float64) + 0.5) * (2.0**-52)
 
@@ -47,7 +47,7 @@ def gumbel_of(u):
     """-log(-log1p(-u)), within 2e-6 of the true value for every u that `uniform` gives.
 
     Triton has no log1p. log(w) * u / (1 - w) with w = 1 - u rounded is it to a few last bits, for
-    what w lost is missing in 1 - w too. A plain log(1 - u) would not do: the large Gumbels, which
+    what w lost is missing in 1 - w too. log(1 - u) alone would not do: the large Gumbels, which
     decide who is sampled, come from small u.
     """
     w = 1.0 - u

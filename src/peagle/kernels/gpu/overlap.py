@@ -1,10 +1,10 @@
 """Kernels that begin before the one ahead of them has ended (programmatic dependent launch).
 
-A kernel launched so starts when all programs of the kernel before it have said
+A kernel launched so starts when all programs of the kernel before it have called
 `gdc_launch_dependents`. What it does first, it does while that kernel still works; `gdc_wait`
 returns when that kernel has ended and its writes can be seen. Rules, for every kernel here:
 
-- It waits before it writes, and says `gdc_launch_dependents` behind `gdc_wait` and not sooner:
+- It waits before it writes, and calls `gdc_launch_dependents` behind `gdc_wait` and not sooner:
   so at most one kernel waits in front of the one that works, and the one before that has ended.
 - Before the wait it may read what was written two kernels ago or earlier, such as a step's row
   plan (`tests/kernels/gpu/test_overlap.py` has the list).

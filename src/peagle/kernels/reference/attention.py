@@ -1,51 +1,16 @@
-"""Rotary embedding with cache write, and attention over a paged cache, in plain torch.
+"""Attention over a paged cache, in torch.
 
 Shapes: I items, Q rows each, N = I * Q rows, S slots, h heads, g key-value heads, D head dimension,
-P rotary positions, T positions that a block table can hold. The contract is kernels/rows.py.
+T positions that a block table can hold. The contract is kernels/rows.py.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.kernels.rows import PagedRows, RowGroups
-
-
-def rotate_and_write(
-    qkv: Tensor,  # [N, (h + 2g) * D]
-    rows: PagedRows | RowGroups,
-    cos: Tensor,  # [P, D] float32
-    sin: Tensor,  # [P, D] float32, its first half negated
-    q_norm: Tensor | None,  # [D]
-    k_norm: Tensor | None,  # [D]
-    eps: float,
-    keys: Tensor,  # [S, g, D]
-    values: Tensor,  # [S, g, D]
-) -> Tensor:
-    """Writes each row's key and value to its slot; -> the rotated queries [N, h, D]."""
-    kv_heads, dim = keys.shape[-2:]
-    all_heads = qkv.view(len(qkv), qkv.shape[1] // dim, dim)
-    heads = all_heads.shape[1] - 2 * kv_heads
-    q, k, v = torch.split(all_heads, [heads, kv_heads, kv_heads], dim=1)
-    cos, sin = cos[rows.positions].unsqueeze(1), sin[rows.positions].unsqueeze(1)  # [N, 1, D]
-    keys[rows.slots] = _rotate(_norm(k, k_norm, eps), cos, sin)
-    values[rows.slots] = v
-    return _rotate(_norm(q, q_norm, eps), cos, sin).contiguous()
-
-
-def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    if weight is None:
-        return x
-    normed = F.rms_norm(_at_least_float32(x), weight.shape, None, eps)
-    return normed.to(x.dtype) * weight
-
-
-def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    wide = _at_least_float32(x)
-    swapped = wide.roll(x.shape[-1] // 2, dims=-1)
-    return (wide * cos + swapped * signed_sin).to(x.dtype)
+from peagle.kernels.reference.linear import at_least_float32
+from peagle.kernels.rows import PagedRows
 
 
 def paged_attention(
@@ -61,7 +26,7 @@ def paged_attention(
     slots = _slots(rows).where(written, 0)
     k, v = _written_only(keys[slots], written), _written_only(values[slots], written)
     # Heads that share a key-value head stand side by side: r of them per group.
-    grouped = _at_least_float32(q).view(num_items, num_rows, kv_heads, -1, dim)
+    grouped = at_least_float32(q).view(num_items, num_rows, kv_heads, -1, dim)
     scores = torch.einsum("iqgrd,itgd->igrqt", grouped, k) * dim**-0.5
     visible = _visible(rows, window)[:, None, None]  # [I, 1, 1, Q, T]
     # A row that sees nothing would be NaN after the softmax: hence the second mask.
@@ -103,8 +68,4 @@ def _key_positions(rows: PagedRows) -> Tensor:
 
 def _written_only(cached: Tensor, written: Tensor) -> Tensor:
     """[I, T, g, D] with zeros for what was never written, as that may be NaN."""
-    return _at_least_float32(cached).masked_fill(~written[..., None, None], 0)
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x if x.dtype.itemsize >= 4 else x.float()
+    return at_least_float32(cached).masked_fill(~written[..., None, None], 0)

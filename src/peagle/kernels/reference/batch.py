@@ -11,8 +11,6 @@ from torch import Tensor
 from peagle.kernels.device_batch import Committed, DeviceBatch, RowPlan, StepCounts
 from peagle.speculation.draft_limit import draft_limit
 
-HEADER = 3  # columns of a step's report before the tokens: num_new, num_drafts, failed
-
 
 def begin_step(state: DeviceBatch, slots: Tensor, caps: Tensor, depth: int) -> StepCounts:
     """Where the slots [B] stand, and how many of their drafts each verifies: at most `caps` [B],
@@ -65,28 +63,27 @@ def commit(
     slots: Tensor,  # [B]
     counts: StepCounts,
     drafts: Tensor,  # [B, K]
-    chosen: Tensor,  # [B, K+1] the target's choice after each prefix of the drafts
-    usable: Tensor,  # [B, K+1] bool: False where nothing could be chosen
+    sampled_token_ids: Tensor,  # [B, K+1] the target's token after each prefix of the drafts
+    usable: Tensor,  # [B, K+1] bool: False where nothing could be sampled
     max_draft_tokens: int,  # a request with more tokens is beyond the drafter's positions
 ) -> Committed:
     """Advances the slots.
 
-    Drafts are kept while they are what the target chose. Where no token could be chosen behind
+    Drafts are kept while they are what the target sampled. Where no token could be sampled behind
     them, a draft may be the cause: the step is done again, from now on without any. A request
     that fails without drafts is reported as failed and ends.
     """
     depth = drafts.shape[1]
     offsets = torch.arange(depth + 1, device=slots.device)
     running = counts.num_rows > 0
-    agrees = (
-        (drafts == chosen[:, :-1]) & usable[:, :-1] & (offsets[:-1] < counts.num_drafts[:, None])
-    )
+    is_draft = offsets[:-1] < counts.num_drafts[:, None]
+    agrees = (drafts == sampled_token_ids[:, :-1]) & usable[:, :-1] & is_draft
     num_accepted = agrees.long().cumprod(1).sum(1)  # [B]
     broken = running & ~usable.gather(1, num_accepted[:, None])[:, 0]
     failed = broken & (counts.num_drafts == 0)
     num_new = torch.where(running & ~broken, num_accepted + 1, 0)
 
-    last = chosen.gather(1, (num_new - 1).clamp(min=0)[:, None])[:, 0]
+    last = sampled_token_ids.gather(1, (num_new - 1).clamp(min=0)[:, None])[:, 0]
     num_computed = counts.num_computed + num_new
     limits = torch.where(failed, 0, state.limits[slots])
     max_drafts = torch.where(broken, 0, state.max_drafts[slots])
@@ -100,7 +97,7 @@ def commit(
     header = torch.stack((num_new, counts.num_drafts, failed.long()), dim=1)
     num_real = torch.where(num_drafts > 0, num_new, 0)
     return Committed(
-        report=torch.cat((header, chosen), dim=1),
+        report=torch.cat((header, sampled_token_ids), dim=1),
         num_outputs=counts.num_outputs + num_new,
         num_drafts=num_drafts,
         num_real=num_real,

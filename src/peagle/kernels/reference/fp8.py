@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.kernels.linear import linear_kernel_for
+from peagle.kernels.cpu.linear import linear_kernel_for
 from peagle.kernels.reference.linear import Norm, rms_norm, silu_mul
 
 FP8 = torch.float8_e4m3fn

@@ -1,4 +1,4 @@
-"""Products, norms and gates of a decoder layer, in plain torch: what the GPU kernels compute.
+"""Products, norms and gates of a decoder layer, in torch: what the GPU kernels compute.
 
 Shapes: M rows, K inputs, N outputs, H hidden, I intermediate. Sums are float32 or better.
 """
@@ -32,24 +32,24 @@ def fused_linear(
     The norm's weight is applied to x, its scale to the sums: equal to `rms_norm` up to rounding.
     """
     if norm is None:
-        out = F.linear(_wide(x), _wide(weight))
+        out = F.linear(at_least_float32(x), at_least_float32(weight))
     else:
-        scale = _wide(x).square().mean(-1, keepdim=True).add(norm.eps).rsqrt()
-        weighted = (_wide(x) * _wide(norm.weight)).to(x.dtype)
-        out = F.linear(_wide(weighted), _wide(weight)) * scale
+        scale = at_least_float32(x).square().mean(-1, keepdim=True).add(norm.eps).rsqrt()
+        weighted = (at_least_float32(x) * at_least_float32(norm.weight)).to(x.dtype)
+        out = F.linear(at_least_float32(weighted), at_least_float32(weight)) * scale
     if bias is not None:
-        out = out + _wide(bias)
+        out = out + at_least_float32(bias)
     if gated:
         gate, up = out.chunk(2, dim=-1)
         out = F.silu(gate) * up
     if residual is not None:
-        out = out + _wide(residual)
+        out = out + at_least_float32(residual)
     return out.to(out_dtype or x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [M, H] times weight [H]. Half precision is rounded before the weight, as RMSNorm does."""
-    normed = F.rms_norm(_wide(x), weight.shape, None, eps)
+    normed = F.rms_norm(at_least_float32(x), weight.shape, None, eps)
     return normed.to(x.dtype) * weight
 
 
@@ -73,9 +73,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up: [M, 2I] -> [M, I]."""
-    gate, up = _wide(gate_up).chunk(2, dim=-1)
+    gate, up = at_least_float32(gate_up).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-def _wide(x: Tensor) -> Tensor:
+def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype.itemsize >= 4 else x.float()

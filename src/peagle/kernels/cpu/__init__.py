@@ -1,0 +1,7 @@
+"""C kernels for CPUs, optional: where there is no compiler, torch's own operations run.
+
+library   compiles the C sources once, and finds the threads that torch runs on
+ops       norms, rotation, gates, and attention over the paged cache (ops.c)
+linear    the product of few rows with a column-major weight (linear.c)
+layers    a stack of decoder layers in one call (layers.c)
+"""

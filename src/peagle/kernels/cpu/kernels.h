@@ -1,0 +1,40 @@
+/* What the kernels share. Float32 throughout; shapes: N rows, H hidden, h heads, g key-value
+ * heads, D head dimension, I intermediate. */
+
+#pragma once
+
+#include <stdint.h>
+
+/* GOMP_parallel of the OpenMP runtime that torch uses: its threads are warm, and a second
+ * runtime's would spin against them. Not called for one thread. */
+typedef void (*run_on_threads)(void (*work)(void *), void *shared, unsigned threads, unsigned flags);
+
+typedef struct {
+    int64_t count;
+    run_on_threads run;
+} threads;
+
+/* One step's rows: spans one after the other, each of one sequence. Mirrored in ops.py. */
+typedef struct {
+    int64_t num_spans;
+    const int64_t *spans;  /* [num_spans, 3]: first position, rows, first entry in `blocks` */
+    const int64_t *blocks; /* the sequences' block tables */
+    int64_t block_size, heads, kv_heads, dim;
+} step_layout;
+
+/* One layer's cache [S, g, D]; a window of 0 is none. */
+typedef struct {
+    float *keys, *values;
+    int64_t window;
+} layer_cache;
+
+void rms_norm(float *out, const float *x, const float *weight, int64_t rows, int64_t size,
+              double eps);
+void rotate(float *out, const float *x, int64_t stride, const float *cosine, const float *sine,
+            int64_t rows, int64_t heads, int64_t dim);
+void silu_mul(float *out, const float *gate_up, int64_t rows, int64_t size);
+void paged_attention(float *out, const float *q, int64_t q_stride, const float *k,
+                     int64_t k_stride, const float *v, int64_t v_stride,
+                     const layer_cache *cache, const step_layout *step, const threads *team);
+void linear(float *out, const float *x, int64_t x_stride, const float *weight, int64_t rows,
+            int64_t inputs, int64_t outputs, const threads *team);

@@ -1,0 +1,154 @@
+"""A stack of decoder layers over a paged cache in one call, by layers.c."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from ctypes import c_double, c_int64, c_void_p
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from peagle.kernels.cpu.library import Threads, cpu_library, run_on_threads
+from peagle.kernels.cpu.linear import MAX_ROWS, column_major
+from peagle.kernels.cpu.ops import PagedStep
+from peagle.kernels.layer_tensors import LayerTensors
+
+
+class CachePlace(NamedTuple):
+    """Where the first layer's keys and values [S, g, D] lie, and this step's rows in them."""
+
+    keys: int
+    values: int
+    layer_size: int  # floats from one layer's to the next one's
+    step: PagedStep
+
+
+class _Layer(ctypes.Structure):
+    """`layer` in layers.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in LayerTensors._fields[:4]),
+        *((f"{p}_{part}", c_void_p) for p in LayerTensors._fields[4:8] for part in ("w", "b")),
+        ("intermediate", c_int64),
+        ("window", c_int64),
+        ("eps", c_double),
+    )
+
+
+class _State(ctypes.Structure):
+    """`step_state` in layers.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("cosine", "sine", "keys", "values")),
+        *((name, c_int64) for name in ("layer_size", "rows", "hidden")),
+        *((name, c_void_p) for name in ("layout", "team")),
+    )
+
+
+def kernel_takes(x: Tensor) -> bool:
+    """Whether the rows x [N, H] may go through the kernel."""
+    fits = x.is_cpu and x.dtype is torch.float32 and x.dim() == 2 and x.shape[0] <= MAX_ROWS
+    return fits and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def fits_kernel(layer: LayerTensors) -> bool:
+    """Whether all of the layer lies as the kernel reads it."""
+    projections = (layer.qkv, layer.o, layer.gate_up, layer.down)
+    vectors = (*layer[:4], *(p.bias for p in projections))
+    tensors = [t for t in (*vectors, *(p.weight for p in projections)) if t is not None]
+    in_place = all(t.is_cpu and t.dtype is torch.float32 for t in tensors)
+    whole = all(v.is_contiguous() for v in vectors if v is not None)
+    return in_place and whole and all(column_major(p.weight) for p in projections)
+
+
+@functools.cache
+def layers_function() -> ctypes._NamedFuncPointer | None:
+    """None where there is no library, or torch's threads cannot be used."""
+    library = cpu_library() if run_on_threads() else None
+    if library is None:
+        return None
+    function = library.decoder_layers
+    pointer, size = c_void_p, c_int64
+    function.argtypes = (pointer, pointer, pointer, size, pointer, size, pointer, pointer)
+    function.restype = None
+    return function
+
+
+class LayersKernel:
+    """Bound to where the layers' tensors lie now: make a new one when they move."""
+
+    def __init__(self, function: ctypes._NamedFuncPointer, layers: Sequence[LayerTensors]) -> None:
+        assert all(map(fits_kernel, layers))
+        self._function = function
+        self._layers = (_Layer * len(layers))(*(_pointers(layer) for layer in layers))
+        self._held = layers
+        self._inputs = layers[0].qkv.weight.shape[1]
+        self._hidden = layers[0].down.weight.shape[0]
+        self._inner = max(layer.down.weight.shape[1] for layer in layers)
+
+    def __call__(
+        self,
+        x: Tensor,  # [N, H]
+        inputs: Tensor | None,  # [N, I]: what the first layer's attention reads; None: normed x
+        rotation: tuple[Tensor, Tensor],  # [N, 1, D] each
+        place: CachePlace,
+    ) -> Tensor:
+        """-> [L, N, H]: the output of every layer."""
+        step = place.step
+        self._check(x, inputs, step)
+        x, inputs = x.contiguous(), None if inputs is None else inputs.contiguous()
+        cos, signed_sin = (part.contiguous() for part in rotation)
+        rows, hidden = x.shape
+        assert cos.shape == signed_sin.shape == (rows, 1, step.dim)
+        team = Threads()
+        state = _State(
+            cos.data_ptr(),
+            signed_sin.data_ptr(),
+            *place[:3],
+            rows,
+            hidden,
+            ctypes.addressof(step),
+            ctypes.addressof(team),
+        )
+        states = x.new_empty((len(self._layers), rows, hidden))
+        heads = 3 * (step.heads + step.kv_heads) * step.dim
+        scratch = x.new_empty(rows * (hidden + heads + 3 * self._inner))
+        self._function(
+            states.data_ptr(),
+            x.data_ptr(),
+            None if inputs is None else inputs.data_ptr(),
+            self._inputs,
+            ctypes.addressof(self._layers),
+            len(self._layers),
+            ctypes.addressof(state),
+            scratch.data_ptr(),
+        )
+        return states
+
+    def _check(self, x: Tensor, inputs: Tensor | None, step: PagedStep) -> None:
+        """Our own mistakes: C would read beyond the end."""
+        rows = step.num_rows
+        assert x.shape == (rows, self._hidden)
+        if inputs is None:
+            assert self._held[0].input_norm is not None
+            assert self._inputs == self._hidden
+        else:
+            assert inputs.shape == (rows, self._inputs)
+        queries, kv = step.heads * step.dim, step.kv_heads * step.dim
+        assert self._held[0].qkv.weight.shape[0] == queries + 2 * kv
+        assert self._held[0].o.weight.shape == (self._hidden, queries)
+
+
+def _pointers(layer: LayerTensors) -> _Layer:
+    vectors = (_address(tensor) for tensor in layer[:4])
+    projections = (layer.qkv, layer.o, layer.gate_up, layer.down)
+    matrices = (_address(part) for p in projections for part in (p.weight, p.bias))
+    inner = layer.down.weight.shape[1]
+    return _Layer(*vectors, *matrices, inner, layer.window or 0, layer.eps)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
