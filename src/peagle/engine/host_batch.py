@@ -22,6 +22,7 @@ class HostBatch:
         self.limits = column()  # tokens at which the request ends, prompt included
         self.capacity = column()  # tokens that its blocks hold
         self.per_step = column()  # tokens that a step may give: K + 1
+        self.num_rows = column()  # rows that it computes: the same, or those of a tree
         self.sampling = column()  # an index of SAMPLINGS
         self.needs_host = column()  # 1: its logits are changed or read on the host
         self.ends_early = column()  # 1: it has ends of its own beside the engine's
@@ -44,7 +45,8 @@ class HostBatch:
         """Positions that one more step may write: its own rows, and behind them those of the
         drafts for the step after it, of which the first and the last have none."""
         ahead = np.maximum(self.per_step[slots] - 2, 0)
-        end: Column = self.start(slots) + self.per_step[slots] + ahead
+        most = np.maximum(self.per_step[slots] + ahead, self.num_rows[slots])
+        end: Column = self.start(slots) + most
         return np.minimum(end, self.limits[slots])
 
     def clear(self, slot: int) -> None:
@@ -53,10 +55,11 @@ class HostBatch:
         for column in (self.num_computed, self.in_flight, self.needs_host):
             column[slot] = 0
 
-    def take_outcomes(self, slot: int) -> list[tuple[int, int, int]]:
-        """(drafted, kept, times) of the steps since it was last asked."""
-        counts = self.outcomes[slot]
+    def take_outcomes(self, slot: int) -> list[tuple[int, int, int, int]]:
+        """(drafted, kept, times, depth) of the steps since it was last asked."""
+        counts, depth = self.outcomes[slot], int(self.per_step[slot]) - 1
         drafted, kept = np.nonzero(counts)
         times = counts[drafted, kept]
         counts[:] = 0
-        return list(zip(drafted.tolist(), kept.tolist(), times.tolist(), strict=True))
+        columns = zip(drafted.tolist(), kept.tolist(), times.tolist(), strict=True)
+        return [(*outcome, depth) for outcome in columns]

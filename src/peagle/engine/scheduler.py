@@ -126,7 +126,7 @@ class Scheduler:
     def _caps(self, slots: Column) -> Column:
         """Drafts that the step has rows for; the oldest requests first. While prompts wait, drafts
         leave half of the rows to them."""
-        caps = self.batch.per_step[slots] - 1
+        caps = self.batch.num_rows[slots] - 1
         left = self.max_num_batched_tokens - len(slots)
         if self._prompting or (self.waiting and self._free):
             left //= 2
@@ -163,7 +163,7 @@ class Scheduler:
             request = self.waiting[0]
             limit = len(request.prompt_token_ids) + request.max_tokens
             table = self.allocator.open_table(limit)
-            expected = request.num_tokens + request.num_speculative_tokens + 1
+            expected = request.num_tokens + request.max_drafts + 1
             if not self.allocator.grow(table, min(expected, limit)):
                 self.allocator.close_table(table)
                 break
@@ -185,6 +185,7 @@ class Scheduler:
         batch.limits[n] = limit
         batch.capacity[n] = request.table.capacity
         batch.per_step[n] = request.num_speculative_tokens + 1
+        batch.num_rows[n] = request.max_drafts + 1
         batch.sampling[n] = SAMPLINGS.index(sampling_of([request.params]))
         batch.needs_host[n] = request.params.logprobs is not None or needs_adjustment(request)
         batch.ends_early[n] = not request.stop_token_ids <= self._eos_token_ids

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+BEAM = 8  # candidates at each depth, and paths that go on from it
 MAX_NODES = 63  # a row's ancestors, row 0 included, are the bits of one int64
 
 
@@ -115,7 +116,8 @@ def walk_tree(
         wanted = target_tokens.gather(1, row[:, None])
         carries = is_there & (parents == row[:, None]) & (token_ids == wanted)  # [B, N]
         found = carries.any(1)
-        row = torch.where(found, carries.int().argmax(1) + 1, row)
+        first = torch.nn.functional.pad(carries.int(), (0, 1)).argmax(1)  # N may be 0
+        row = torch.where(found, first + 1, row)
         num_accepted = num_accepted + found
         rows.append(row)
     return Walk(num_accepted, torch.stack(rows, dim=1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from peagle.kernels.device_batch import Committed, DeviceBatch, RowPlan, StepCounts
+from peagle.kernels.device_batch import Committed, DeviceBatch, RowPlan, StepCounts, TreeRows
 from peagle.speculation.draft_limit import draft_limit
 
 
@@ -29,6 +29,16 @@ def begin_step(state: DeviceBatch, slots: Tensor, caps: Tensor, depth: int) -> S
         num_outputs=num_tokens - state.num_prompt[slots],
         last_tokens=state.last_tokens[slots],
         drafts=state.drafts[slots, :depth],
+        tree=None if state.trees is None else _rows_of(state.trees, slots, depth),
+    )
+
+
+def _rows_of(trees: TreeRows, slots: Tensor, num_drafts: int) -> TreeRows:
+    parents, depths, ancestors = trees
+    return TreeRows(
+        parents[slots, :num_drafts],
+        depths[slots, : num_drafts + 1],
+        ancestors[slots, : num_drafts + 1],
     )
 
 
@@ -43,6 +53,7 @@ def plan_rows(
     max_position: int,
     positions: Tensor,  # [B * Q] written
     slots: Tensor,  # [B * Q] written
+    depths: Tensor | None = None,  # [B, Q] of rows of trees: their positions behind `starts`
 ) -> RowPlan:
     """Positions and slots of the rows; those beyond `counts` go to the padding slot."""
     offsets = torch.arange(rows_per_item, device=starts.device)  # [Q]
@@ -53,7 +64,8 @@ def plan_rows(
     slots.copy_(
         torch.where(is_real, blocks * block_size + places % block_size, padding_slot).flatten()
     )
-    positions.copy_(places.clamp(max=max_position).flatten())
+    behind = places if depths is None else starts[:, None] + depths
+    positions.copy_(behind.clamp(max=max_position).flatten())
     ends = torch.where(counts > 0, starts + counts, 0)
     return RowPlan(tables.int(), starts.int(), ends.int(), positions, slots)
 
@@ -95,6 +107,7 @@ def commit(
     state.max_drafts[slots] = max_drafts
     state.num_drafts[slots] = num_drafts
     header = torch.stack((num_new, counts.num_drafts, failed.long()), dim=1)
+    num_drafts = torch.minimum(num_drafts, state.max_depths[slots]).clamp(max=depth)
     num_real = torch.where(num_drafts > 0, num_new, 0)
     return Committed(
         report=torch.cat((header, sampled_token_ids), dim=1),
