@@ -274,7 +274,7 @@ class ScriptedTrees(ScriptedHead):
                 for depth in range(batch.depth):
                     tokens = self._candidates(prompt, num_tokens[row] + depth)
                     for rank, token in enumerate(tokens):
-                        logits[row, depth, token] = 2.0 - 0.4 * rank
+                        logits[row, depth, token] = 2.0 - rank
         return output._replace(values=packing.take(logits.flatten(0, 1))), packing
 
     def _candidates(self, prompt: Sequence[int], position: int) -> list[int]:

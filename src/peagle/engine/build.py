@@ -31,6 +31,7 @@ def make_runner(
     *,
     max_num_seqs: int,
     max_model_len: int,
+    cache_len: int,  # positions that a request's blocks may have
     static: bool,
 ) -> Runner:
     weight = target.embed_tokens.weight
@@ -38,7 +39,7 @@ def make_runner(
     ops = step_ops(weight.device)
     state = make_device_batch(
         max_num_seqs,
-        allocator.blocks_for(max_model_len),
+        allocator.blocks_for(cache_len),
         _max_drafts(speculation),
         weight.device,
         draft_probs_shape(speculation, target),

@@ -49,6 +49,11 @@ class Speculation:
         if self.num_draft_nodes is not None:
             self._check_tree(self.num_draft_nodes)
 
+    @property
+    def cache_slack(self) -> int:
+        """As Request.cache_slack, at most."""
+        return max((self.num_draft_nodes or 0) - 1, 0)
+
     def _check_tree(self, num_nodes: int) -> None:
         if not hasattr(self.drafter, "lattice"):
             raise ConfigError(
@@ -115,13 +120,15 @@ class Engine:
         drafter = speculation.drafter if speculation else None
         self._host_drafter = host_drafter(drafter)
         probs_shape = draft_probs_shape(speculation, target)
-        self.allocator = make_allocator(target, drafter, config, self.max_model_len, probs_shape)
+        cache_len = self.max_model_len + (speculation.cache_slack if speculation else 0)
+        self.allocator = make_allocator(target, drafter, config, cache_len, probs_shape)
         self.runner = make_runner(
             target,
             speculation,
             self.allocator,
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len,
+            cache_len=cache_len,
             static=on_gpu if static_shapes is None else static_shapes,
         )
         self.clock = Clock(self.stats)

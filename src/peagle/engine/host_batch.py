@@ -20,6 +20,7 @@ class HostBatch:
         self.serials = column()  # number of the request in it, by order of admission; 0: free
         self.decodes = column()  # 1: its prompt has been launched
         self.limits = column()  # tokens at which the request ends, prompt included
+        self.max_capacity = column()  # positions that its blocks may have at most
         self.capacity = column()  # tokens that its blocks hold
         self.per_step = column()  # tokens that a step may give: K + 1
         self.num_rows = column()  # rows that it computes: the same, or those of a tree
@@ -47,10 +48,10 @@ class HostBatch:
         ahead = np.maximum(self.per_step[slots] - 2, 0)
         most = np.maximum(self.per_step[slots] + ahead, self.num_rows[slots])
         end: Column = self.start(slots) + most
-        return np.minimum(end, self.limits[slots])
+        return np.minimum(end, self.max_capacity[slots])
 
     def clear(self, slot: int) -> None:
-        for column in (self.serials, self.decodes, self.limits, self.capacity):
+        for column in (self.serials, self.decodes, self.limits, self.capacity, self.max_capacity):
             column[slot] = 0
         for column in (self.num_computed, self.in_flight, self.needs_host):
             column[slot] = 0

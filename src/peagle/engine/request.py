@@ -68,6 +68,11 @@ class Request:
         return self.num_speculative_tokens if nodes is None else nodes
 
     @property
+    def cache_slack(self) -> int:
+        """Rows of a tree that may lie behind the end of the answer, in the cache."""
+        return max((self.num_draft_nodes or 0) - 1, 0)
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

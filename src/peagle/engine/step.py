@@ -156,7 +156,7 @@ class Step:
         if counts.tree is not None:
             sampled, states = self._take_path(counts, sampled, states, host)
         committed = models.ops.commit(
-            models.state, fields.slots, counts, *sampled, models.max_draft_tokens
+            models.state, fields.slots, counts, *sampled, models.max_draft_tokens, shape.depth
         )
         return Verified(counts, sampled.sampled_token_ids, committed, *states)
 
