@@ -4,6 +4,8 @@
 #   make test-cpus          parts of them on this CPU in the forms of others
 #   make test-vllm          the tests that need vLLM, with its CPU build in .venv-vllm
 #   make check              ruff, ruff format, mypy --strict
+#   make docs               renews the generated pages and builds the site into site/, without a network
+#   make mutants            breaks the source in small ways and names those that no test notices
 #   make browser            Debian's Chromium, if there is none: `make test` then looks at reports in it
 #   make clean              removes both environments and caches of the tools
 # PYTHON=python3.12 chooses the interpreter, ARGS="..." goes on to the command.
@@ -12,11 +14,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo test test-cpus test-vllm check browser clean
+.PHONY: demo test test-cpus test-vllm check docs mutants browser clean
 
 demo: $(STAMP)
 	$(BIN)/peagle demo $(ARGS)
@@ -35,11 +38,21 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(DOCS_STAMP)
+	$(BIN)/python benchmarks/results_page.py
+	$(BIN)/python benchmarks/speed_plot.py
+	$(BIN)/python docs/cli_page.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	! grep -rlE '(src|srcset)="?https?://|url\(https?://' site --include='*.html' --include='*.css'
+
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants.py $(ARGS)
+
 browser:
 	command -v chromium || { apt-get -q update && apt-get -qy install --no-install-recommends chromium; }
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last, so an interrupted install is done again.
@@ -49,6 +62,10 @@ $(STAMP): pyproject.toml constraints.txt
 	    echo "hint: make PYTHON=/path/to/python3.12" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	touch $@
 
 # torch first and with its own needs, so that a CUDA build works as well; nothing else is resolved.

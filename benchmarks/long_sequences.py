@@ -26,16 +26,16 @@ from peagle.files import write_json
 from peagle.models.eagle import EagleNetwork, SharedTables
 from peagle.models.head_config import HeadConfig
 from peagle.provenance import provenance
-from peagle.train.attention import attention_for
+from peagle.teacher_forcing.attention import attention_for
+from peagle.teacher_forcing.draft_model import DraftModel, segment_hidden
+from peagle.teacher_forcing.features import Features, Fetched, StoredStates
+from peagle.teacher_forcing.partition import Shapes
 from peagle.train.cod import retentions
-from peagle.train.features import Features, Fetched, StoredStates
 from peagle.train.losses import ChunkedLoss
 from peagle.train.memory import fixed_bytes, row_bytes
-from peagle.train.objective import DraftModel, PEaglePlanner, PlannedRow
 from peagle.train.optimizer import build_optimizer
-from peagle.train.p_eagle import segment_hidden
+from peagle.train.planner import PEaglePlanner, PlannedRow
 from peagle.train.recipe import OptimizerSection
-from peagle.train.segments import Shapes
 from peagle.train.trainer import Trainer
 
 PROMPT_SHARE = 0.02  # of the sequence; reasoning answers are long, their prompts are not
@@ -107,7 +107,7 @@ def long_row(num_tokens: int, vocab: int) -> PackedRow:
 
 def draw(args: argparse.Namespace, row: PackedRow, num_segments: int) -> PlannedRow:
     """The same elements for every S: COD is drawn from one seed."""
-    shapes = Shapes(row_multiple=args.row_multiple, charged_multiple=args.chunk_rows)
+    shapes = Shapes(row_multiple=args.row_multiple, loss_row_multiple=args.chunk_rows)
     planner = PEaglePlanner(
         retentions(args.depths, args.retention, 0.0),
         torch.ones(args.depths),

@@ -21,10 +21,14 @@ LAYERS = (
     {"outputs"},  # results carry their acceptance statistics
     {"kernels"},
     {"models"},
+    {"teacher_forcing"},  # what training and offline evaluation share
     {"checkpoints"},
     {"engine"},
     {"backends"},
+    {"prepare"},
+    {"evaluate"},
     {"server", "bench", "train", "deploy"},
+    {"doctor"},
     {"cli", "__main__"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

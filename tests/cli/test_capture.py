@@ -12,8 +12,8 @@ from peagle.cli.capture import parse_size
 from peagle.data.dataset import Dataset
 from peagle.data.packing import pack
 from peagle.errors import ConfigError
-from peagle.train import capture as capture_module
-from peagle.train.capture import StoredFeatures
+from peagle.train.features import capture as capture_module
+from peagle.train.features.capture import StoredFeatures
 
 from .fakes import Shell
 
@@ -52,9 +52,9 @@ def test_limits_and_mistakes_are_one_line(
 ) -> None:
     for changes, message in (
         (("--max-disk", "1K"), "more than"),
-        (("--max-disk", "much"), "is no size"),
+        (("--max-disk", "much"), "is not a size"),
         (("--layer-ids", "2,99"), "are not all in 0..6"),
-        (("--layer-ids", "x"), "is no list"),
+        (("--layer-ids", "x"), "is not a list"),
     ):
         assert command("capture", data, "--model", model, "--out", str(tmp_path), *changes) == 2
         assert message in command.err

@@ -61,7 +61,7 @@ def test_data_gives_a_table(command: Shell, head: str, data: str) -> None:
     assert "K=3" not in command.out
 
 
-def test_sampled_text_is_judged_both_ways(command: Shell, head: str, prompts: str) -> None:
+def test_sampled_text_is_verified_both_ways(command: Shell, head: str, prompts: str) -> None:
     sampled = ("--temperature", "0.9", "--top-p", "0.9", "--limit", "3", "--json")
     assert command("evaluate", head, "--prompts", prompts, *sampled, *CPU) == 0
     acceptance = command.json["acceptance"]
@@ -99,7 +99,7 @@ def test_a_users_error_is_one_line(command: Shell, head: str, data: str, prompts
         ((head,), "give either --data or --prompts"),
         ((head, "--data", data, "--prompts", prompts), "give either --data or --prompts"),
         (("/missing", "--data", data), "no head '/missing'"),
-        ((head, "--data", "/missing"), "is no prepared dataset"),
+        ((head, "--data", "/missing"), "is not a prepared dataset"),
         ((head, "--data", data, "--spec-tokens", "9"), "drafts no 9 tokens"),
         ((head, "--data", data, "--held-out-share", "0.0"), "is held out"),
     ):

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from train.endpoint_server import completion, serving
+from prepare.endpoint_server import completion, serving
 
 from peagle.data.dataset import Dataset, read_manifest
 
@@ -45,9 +45,9 @@ def test_a_drafter_speeds_up_and_changes_nothing(
 ) -> None:
     arguments = ("--model", model, "--prompts", prompts, "--out", str(tmp_path))
     assert command(*PREPARE, *arguments, "--spec-model", head) == 0
-    ours, plain = Dataset(tmp_path), Dataset(Path(data))
+    ours, expected = Dataset(tmp_path), Dataset(Path(data))
     rows = [
-        {r.id: r.token_ids.tolist() for r in map(d.__getitem__, range(8))} for d in (ours, plain)
+        {r.id: r.token_ids.tolist() for r in map(d.__getitem__, range(8))} for d in (ours, expected)
     ]
     assert rows[0] == rows[1]
 
@@ -73,7 +73,7 @@ def test_an_endpoint_answers_instead(
     [
         ({"--prompts": "/missing.jsonl"}, "no prompts at /missing.jsonl"),
         ({"--model": "/missing"}, "there is no folder /missing"),
-        ({"--endpoint": "localhost"}, "is no address"),
+        ({"--endpoint": "localhost"}, "is not an address"),
         ({"--endpoint-key-env": "UNSET", "--endpoint": "http://x"}, "UNSET is not set"),
         ({"--temperature": "-1"}, "temperature=-1.0 is out of range"),
         ({"--max-prompt-tokens": "2"}, "no prompt was answered"),

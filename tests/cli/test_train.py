@@ -100,7 +100,7 @@ def test_missing_data_is_named_before_the_target_is_loaded(
 
     monkeypatch.setattr("peagle.train.setup.load_target", never)
     message = fails(command, recipe, "data.path=/nowhere/at/all")
-    assert "/nowhere/at/all is no prepared dataset" in message
+    assert "/nowhere/at/all is not a prepared dataset" in message
     assert "peagle prepare" in message
 
 

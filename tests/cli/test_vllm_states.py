@@ -12,7 +12,7 @@ from train.states_server import FakeVllm, serving_states
 from peagle.checkpoints.targets import load_target
 from peagle.data.dataset import Dataset
 from peagle.data.packing import pack
-from peagle.train.capture import StoredFeatures
+from peagle.train.features.capture import StoredFeatures
 
 from .fakes import Shell
 

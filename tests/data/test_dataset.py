@@ -111,7 +111,7 @@ def test_tokens_and_mask_of_different_lengths_are_refused(tmp_path: Path) -> Non
 
 
 def test_a_dataset_without_rows_or_supervised_tokens_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no prepared dataset"):
+    with pytest.raises(DataError, match="not a prepared dataset"):
         Dataset(tmp_path / "nowhere")
     (tmp_path / "manifest.json").write_text(
         json.dumps({"format": "peagle-dataset-1", "made_by": {}, "shards": []})

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 
+from peagle.engine.host_sampling import raw_logprobs
 from peagle.engine.llm import LLM
 from peagle.engine.request import Request
 from peagle.models.target import TargetModel
@@ -77,6 +78,14 @@ def test_logprobs_are_cut_where_a_stop_token_ends_the_answer() -> None:
     (request,) = tiny.run(engine, [Job(PROMPTS[0], params)])
     assert request.num_outputs <= 5
     check(request, 1)
+
+
+@pytest.mark.parametrize("wanted", [0, 2])
+def test_tied_tokens_share_the_best_of_their_ranks(wanted: int) -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0, 0.0]]).expand(7, -1)
+    entries = raw_logprobs(logits, range(7), wanted)
+    assert [entry.ranks[0] for entry in entries] == [6, 1, 3, 1, 3, 3, 7]
+    assert all(entry.ranks[1:] == list(range(1, wanted + 1)) for entry in entries)
 
 
 def test_none_are_kept_unless_asked_for() -> None:

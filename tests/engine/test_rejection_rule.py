@@ -103,7 +103,7 @@ def test_requests_go_on_beyond_the_drafters_positions(name: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels then want the GPU's tensors")
 @pytest.mark.parametrize("name", ["p-eagle, reduced vocabulary", "eagle3"])
-def test_the_gpus_kernels_choose_the_same_in_a_step(name: str) -> None:
+def test_the_gpus_kernels_sample_the_same_in_a_step(name: str) -> None:
     """In Triton's interpreter; tests/engine/gpu has the whole step, captured."""
     params = [
         dataclasses.replace(p, max_tokens=3) for p in (MODES["mixed"][0], MODES["sampled"][0])
@@ -111,19 +111,19 @@ def test_the_gpus_kernels_choose_the_same_in_a_step(name: str) -> None:
     jobs = [Job(text, p) for text, p in zip(tiny.prompts(2), params, strict=True)]
     engines = [tiny.make_engine(target(), head(name), 2, "rejection", static=True) for _ in "ab"]
     models = engines[0].runner.models
-    engines[0].runner.models = dataclasses.replace(models, ops=chosen_by_kernels(models.ops))
+    engines[0].runner.models = dataclasses.replace(models, ops=sampled_by_kernels(models.ops))
     ours, theirs = (tiny.run(engine, jobs) for engine in engines)
     assert tiny.answers_of(ours) == tiny.answers_of(theirs)
     assert tiny.counters(ours) == tiny.counters(theirs)
 
 
-def chosen_by_kernels(ops: StepOps) -> StepOps:
-    from peagle.kernels.gpu import choose, rejection
+def sampled_by_kernels(ops: StepOps) -> StepOps:
+    from peagle.kernels.gpu import rejection, sampling
 
     names = ("sample_tokens", "sample_with_probs", "token_probs")
-    chosen: dict[str, Any] = {name: getattr(choose, name) for name in names}
-    chosen |= {n: getattr(rejection, n) for n in ("rejection_uniforms", "verify_rejection")}
-    return ops._replace(**chosen)
+    kernels: dict[str, Any] = {name: getattr(sampling, name) for name in names}
+    kernels |= {n: getattr(rejection, n) for n in ("rejection_uniforms", "verify_rejection")}
+    return ops._replace(**kernels)
 
 
 def test_a_request_that_drafts_deeper_than_probabilities_are_kept_is_refused() -> None:

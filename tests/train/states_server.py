@@ -19,8 +19,8 @@ from torch import Tensor
 
 from peagle.data.packing import lay_out
 from peagle.models.target import TargetModel
-from peagle.train.features import OnlineFeatures
-from peagle.train.vllm_server import folder_name
+from peagle.teacher_forcing.features import OnlineFeatures
+from peagle.train.features.vllm_client import folder_name
 
 
 @dataclass

@@ -10,9 +10,9 @@ import torch
 from peagle.data.dataset import Dataset
 from peagle.data.packing import pack
 from peagle.errors import DataError
-from peagle.train.capture import StoredFeatures, capture, forecast_bytes
-from peagle.train.features import OnlineFeatures
-from peagle.train.loop import Run
+from peagle.teacher_forcing.features import OnlineFeatures
+from peagle.train.features.capture import StoredFeatures, capture, states_bytes
+from peagle.train.loop import TrainingRun
 from peagle.train.setup import assemble
 from train import tiny
 
@@ -57,7 +57,7 @@ def test_training_does_not_know_where_its_features_come_from(tmp_path: Path) -> 
             run={"folder": str(tmp_path / f"run-{features is None}")},
         )
         setup = assemble(recipe, tiny.target(torch.float32), tiny.ROPE)
-        Run(setup)()
+        TrainingRun(setup)()
         rows = setup.batches.rows_from(0)
         setup.trainer.step([next(rows)], 0.0)
         losses.append(setup.trainer.take_metrics().loss)
@@ -95,7 +95,7 @@ def test_states_of_other_layers_or_targets_are_refused(tmp_path: Path) -> None:
 def test_the_forecast_is_the_size_on_disk_and_a_limit_stops_before_it(tmp_path: Path) -> None:
     captured(tmp_path)
     on_disk = sum(f.stat().st_size for f in (tmp_path / "states").glob("*.safetensors"))
-    assert forecast_bytes(20 * 24, 16, 3) == pytest.approx(on_disk, rel=0.03)
+    assert states_bytes(20 * 24, 16, 3) == pytest.approx(on_disk, rel=0.03)
     with pytest.raises(DataError, match="more than"):
         captured(tmp_path / "b", max_disk=1000)
     assert not list((tmp_path / "b" / "states").glob("*.safetensors"))

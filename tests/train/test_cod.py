@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peagle.data.packing import PackedRow, lay_out
-from peagle.train.cod import draw_depths, retentions, supervised_runs
-from peagle.train.objective import limit_masks
-from peagle.train.segments import build_segments
+from peagle.teacher_forcing.partition import build_segments, supervised_runs
+from peagle.train.cod import draw_depths, limit_masks, retentions
 
 documents = st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=4)
 
@@ -37,12 +36,18 @@ def elements(counts: torch.Tensor) -> set[tuple[int, int]]:
     return {(slot, d) for slot, count in enumerate(counts.tolist()) for d in range(count)}
 
 
-@given(documents)
-def test_without_drops_all_supervised_elements_are_kept(masks: list[list[bool]]) -> None:
-    row = row_of(masks)
+@given(documents, st.integers(0, 3))
+def test_without_drops_all_supervised_elements_are_kept(
+    masks: list[list[bool]], padding: int
+) -> None:
+    row = row_of(masks, padding)
     runs = supervised_runs(row)
     counts = draw_depths(runs, retentions(4, 1.0, 0.0), torch.Generator().manual_seed(0))
     assert elements(counts) == allowed(masks, 4)
+
+
+def test_a_run_reaches_the_last_token_of_a_row_without_padding() -> None:
+    assert supervised_runs(row_of([[False, True, True, True]], padding=0)).tolist() == [2, 1, 0, 0]
 
 
 @given(documents, st.integers(0, 1000), st.floats(0.1, 1.0), st.floats(0.0, 0.5))
@@ -81,11 +86,11 @@ def test_cutting_to_a_fixed_size_keeps_rollouts_nested(masks: list[list[bool]], 
 
 
 @given(documents)
-def test_a_charged_row_knows_the_token_it_predicts(masks: list[list[bool]]) -> None:
+def test_a_loss_row_knows_the_token_it_predicts(masks: list[list[bool]]) -> None:
     row = row_of(masks)
     counts = supervised_runs(row).clamp(max=3)
     (segment,) = build_segments(row, counts, [0, len(row.token_ids)], torch.ones(3))
-    slot, depth = segment.elements.anchor[segment.rows], segment.charged_depth
+    slot, depth = segment.elements.anchor[segment.rows], segment.loss_depth
     assert set(zip(slot.tolist(), depth.tolist(), strict=True)) == allowed(masks, 3)
     # Tokens are numbered by position, so the label is the position of what is predicted.
     assert segment.labels.tolist() == (row.position[slot] + depth + 2).tolist()

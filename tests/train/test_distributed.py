@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
-from peagle.train.loop import Run
+from peagle.train.loop import TrainingRun
 from peagle.train.setup import assemble
 from train import tiny
 
@@ -27,7 +27,7 @@ def train(
     recipe = tiny.recipe(folder, run=run, schedule={"steps": STEPS}, **sections)
     setup = assemble(recipe, tiny.target(), tiny.ROPE)
     setup.batches.plan.max_rows = max_rows
-    Run(setup)()
+    TrainingRun(setup)()
 
 
 def process(rank: int, folder: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from peagle.errors import ConfigError
-from peagle.train.footprint import Footprint, footprint
 from peagle.train.forecast import disk_use, forecast, run_length
 from peagle.train.inputs import open_inputs
+from peagle.train.memory import Footprint, footprint
 from peagle.train.setup import assemble
 from train import tiny
 
@@ -104,6 +104,12 @@ def test_auto_partitions_follow_the_budget(data: Path) -> None:
     assert parted.rows_per_pass < whole.rows_per_pass
     with pytest.raises(ConfigError, match="rows of the longest document"):
         computed(data, device="cpu", run=options | {"memory_gib": 1e-6})
+
+
+def test_auto_partitions_without_a_budget_are_counted_as_one(data: Path) -> None:
+    """What a GPU has free is not known here."""
+    whole = computed(data, device="cuda")
+    assert computed(data, device="cuda", run={"partitions": "auto"}) == whole
 
 
 def _activations(one: Footprint) -> int:

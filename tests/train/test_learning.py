@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from peagle.checkpoints.heads import load_head
-from peagle.train.loop import Run
+from peagle.train.loop import TrainingRun
 from peagle.train.setup import assemble
 from train import tiny
 
@@ -26,7 +26,7 @@ def test_loss_falls_and_acceptance_rises_above_one_and_a_half(method: str, tmp_p
         schedule={"steps": 150},
     )
     model = tiny.target(torch.float32)
-    progress = Run(assemble(recipe, model, tiny.ROPE))()
+    progress = TrainingRun(assemble(recipe, model, tiny.ROPE))()
     lines = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["kind"] == "train"]
     assert losses[-1] < 0.6 * losses[0]

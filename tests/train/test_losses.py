@@ -1,4 +1,4 @@
-"""The chunked loss equals the plain one, in value and in gradients."""
+"""The chunked loss equals the one over all logits, in value and in gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def case() -> tuple[Tensor, Tensor, Tensor, Truth, Tensor]:
     return random(C, H), random(V, H), random(V, H), truth, weights
 
 
-def plain(kind: LossKind, states: Tensor, tables: Tables, truth: Truth, weights: Tensor) -> Tensor:
+def at_once(
+    kind: LossKind, states: Tensor, tables: Tables, truth: Truth, weights: Tensor
+) -> Tensor:
     log_q = F.log_softmax(states @ tables.draft.t(), -1)
     if kind == "ce":
         return (F.nll_loss(log_q, truth.labels, reduction="none") * weights).sum()
@@ -50,7 +52,7 @@ def test_chunks_change_neither_loss_nor_gradients(kind: LossKind, chunk_rows: in
             )
             loss = output.loss
         else:
-            loss = plain(kind, leaves[0], tables, truth, weights)
+            loss = at_once(kind, leaves[0], tables, truth, weights)
         (3 * loss).backward()
         results.append([loss, *(leaf.grad for leaf in leaves)])
     for ours, theirs in zip(*results, strict=True):
@@ -59,9 +61,9 @@ def test_chunks_change_neither_loss_nor_gradients(kind: LossKind, chunk_rows: in
 
 def test_a_match_is_the_target_argmax_for_kl_and_the_written_token_for_ce() -> None:
     states, draft, target, truth, weights = case()
-    said = (states @ draft.t()).argmax(-1)
+    best = (states @ draft.t()).argmax(-1)
     wanted = (truth.states[truth.slots] @ target.t()).argmax(-1)
-    for kind, expected in (("kl", said == wanted), ("ce", said == truth.labels)):
+    for kind, expected in (("kl", best == wanted), ("ce", best == truth.labels)):
         output = ChunkedLoss(kind, 5, compiled=False)(states, Tables(draft, target), truth, weights)
         assert torch.equal(output.matches, expected)
 

@@ -14,10 +14,10 @@ from peagle.data.packing import PackedRow
 from peagle.errors import ConfigError
 from peagle.models.eagle import EagleNetwork, SharedTables
 from peagle.models.head_config import HeadConfig
-from peagle.train import eagle3, p_eagle
+from peagle.teacher_forcing import draft_model
+from peagle.teacher_forcing.draft_model import DraftModel
+from peagle.teacher_forcing.features import Features
 from peagle.train.cod import retentions
-from peagle.train.compiling import checkpoint_activations
-from peagle.train.features import Features
 from peagle.train.losses import ChunkedLoss, Tables, Truth
 from peagle.train.memory import (
     feature_bytes,
@@ -28,9 +28,10 @@ from peagle.train.memory import (
     row_bytes,
     state_bytes,
 )
-from peagle.train.objective import DraftModel, Eagle3Planner, PEaglePlanner, PlannedRow
 from peagle.train.optimizer import build_optimizer
+from peagle.train.planner import Eagle3Planner, PEaglePlanner, PlannedRow
 from peagle.train.recipe import OptimizerSection
+from peagle.train.setup import checkpoint_activations
 from peagle.train.trainer import Trainer
 from train import tiny
 from train.live_memory import KernelAttention, LiveBytes
@@ -138,8 +139,8 @@ def test_the_count_is_a_bound_of_what_a_step_takes(
         checkpoint_activations(network.layers, compiled=False)
     planned = planned_row(network.config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(p_eagle, "attention_for", lambda *_: KernelAttention())
-        patch.setattr(eagle3, "context_for", lambda *_: KernelAttention())
+        patch.setattr(draft_model, "attention_for", lambda *_: KernelAttention())
+        patch.setattr(draft_model, "context_for", lambda *_: KernelAttention())
         peak = peak_of_a_step(network, planned, chunk_rows)
     rows = len(planned.segments[0].positions)
     ratio = counted(network, rows, chunk_rows, checkpointing=checkpointing) / peak
@@ -231,9 +232,9 @@ def smollm2_head(**changes: Any) -> EagleNetwork:
 
 def test_checkpointing_and_compilation_keep_less() -> None:
     config = smollm2_head().config
-    plain = row_bytes(config, 2, activation_checkpointing=False)
-    assert row_bytes(config, 2, activation_checkpointing=False, compiled=True) < plain
-    assert row_bytes(config, 2, activation_checkpointing=True) < 0.5 * plain
+    eager = row_bytes(config, 2, activation_checkpointing=False)
+    assert row_bytes(config, 2, activation_checkpointing=False, compiled=True) < eager
+    assert row_bytes(config, 2, activation_checkpointing=True) < 0.5 * eager
 
 
 def test_a_segment_fills_its_budget_and_no_more() -> None:

@@ -32,16 +32,20 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
     [
         ({"optimiser": {}}, "did you mean 'optimizer'"),
         ({"optimizer": {"learning_rat": 1}}, "did you mean 'learning_rate'"),
-        ({"optimizer": {"learning_rate": "fast"}}, "optimizer.learning_rate='fast' is not float"),
-        ({"head": {"method": "eagle4"}}, "head.method='eagle4' is not"),
-        ({"data": {"path": "x", "tokens_per_row": 1.5}}, "tokens_per_row=1.5 is not int"),
-        ({"run": {"partitions": "some"}}, "run.partitions='some'"),
+        ({"optimizer": {"learning_rate": "fast"}}, "optimizer.learning_rate='fast' does not fit"),
+        ({"head": {"method": "eagle4"}}, "head.method='eagle4' does not fit"),
+        ({"data": {"path": "x", "tokens_per_row": 1.5}}, "data.tokens_per_row=1.5 does not fit"),
+        ({"run": {"partitions": "some"}}, "run.partitions='some' does not fit"),
         ({"schedule": {"steps": 3, "epochs": 1}}, "exactly one of"),
         ({"cod": {"retention": 0}}, "cod.retention=0.0 is out of range"),
-        ({"loss": 3}, "section 'loss'"),
+        ({"loss": 3}, "loss=3 does not fit (hint: use a mapping"),
         ({"data": {"path": "x", "more": ["y"], "features": "f"}}, "data.more has no stored"),
         ({"run": {"log_every": 0}}, "run.log_every must be at least 1"),
         ({"run": {"keep_checkpoints": 0}}, "run.keep_checkpoints must be at least 1"),
+        ({"run": {"device": 3}}, "run.device=3 does not fit"),
+        ({"data": None}, "data=None does not fit"),
+        ({"optimizer": {"betas": [0.9, "x"]}}, "optimizer.betas.1='x' does not fit"),
+        ({"vllm": {"requests": 0}}, "vllm.requests=0 is out of range"),
         ({"run": {"partitions": 0}}, "run.partitions must be at least 1"),
     ],
 )
@@ -54,7 +58,7 @@ def test_a_mistake_is_named(options: dict[str, object], message: str) -> None:
 def test_an_override_without_section_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
     file.write_text("")
-    with pytest.raises(ConfigError, match="is no override"):
+    with pytest.raises(ConfigError, match="is not an override"):
         load_recipe(file, ["steps=3"])
     with pytest.raises(ConfigError, match="no recipe"):
         load_recipe(tmp_path / "missing.yaml")
@@ -63,13 +67,13 @@ def test_an_override_without_section_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "overrides", "message"),
     [
-        ("- a\n- b\n", [], "is no recipe"),
+        ("- a\n- b\n", [], "is not a recipe"),
         ("a: [", [], "is not valid YAML"),
         ("loss: 3\n", ["loss.kind=ce"], "section 'loss'"),
         ("", ["loss.kind=["], "holds no YAML value"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_refused(
+def test_a_file_that_is_not_a_recipe_is_refused(
     content: str, overrides: list[str], message: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "r.yaml"

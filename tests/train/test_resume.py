@@ -1,4 +1,4 @@
-"""A run survives kills, damage and a loss that is no number."""
+"""A run survives kills, damage and a loss that is not finite."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from peagle.errors import TrainingError
-from peagle.train import run_state
+from peagle.train import run_folder as run_state
 from peagle.train.journal import read_metrics
-from peagle.train.loop import Run
-from peagle.train.run_state import restore_newest
+from peagle.train.loop import TrainingRun
+from peagle.train.run_folder import restore_newest
 from peagle.train.setup import Setup, assemble
 from train import tiny
 
@@ -44,7 +44,7 @@ class Killed(BaseException):
     pass
 
 
-def kill_after(run: Run, steps: int) -> None:
+def kill_after(run: TrainingRun, steps: int) -> None:
     trainer = run.setup.trainer
     whole_step = trainer.step
 
@@ -61,9 +61,9 @@ def kill_after(run: Run, steps: int) -> None:
 def test_a_killed_and_resumed_run_ends_bit_equal(data: Path) -> None:
     # Seven packed rows an epoch, two a step: the kill falls into the middle of the second.
     options: dict[str, Any] = {"schedule": {"steps": 9}, "data": {"rows_per_step": 2}}
-    Run(setup(data, "whole", **options))()
-    kill_after(Run(setup(data, "killed", **options)), 5)
-    resumed = Run(setup(data, "killed", **options), resume=True)
+    TrainingRun(setup(data, "whole", **options))()
+    kill_after(TrainingRun(setup(data, "killed", **options)), 5)
+    resumed = TrainingRun(setup(data, "killed", **options), resume=True)
     assert resumed.progress.step == 4
     resumed()
     whole, killed = final_weights(data / "whole"), final_weights(data / "killed")
@@ -72,14 +72,30 @@ def test_a_killed_and_resumed_run_ends_bit_equal(data: Path) -> None:
         assert torch.equal(weight, killed[name]), name
 
 
+def test_a_resumed_optimiser_is_the_one_that_was_saved(data: Path) -> None:
+    run = TrainingRun(setup(data, "run"))
+    run()
+    again = setup(data, "run")
+    restore_newest(run.folder.checkpoints, again.network, again.trainer.optimizer)
+    restored = dict(again.network.named_parameters())
+    for name, parameter in run.setup.network.named_parameters():
+        saved = run.setup.trainer.optimizer.state[parameter]
+        found = again.trainer.optimizer.state[restored[name]]
+        assert set(saved) == set(found) == {"step", "exp_avg", "exp_avg_sq"}
+        assert int(found["step"]) == 4, name  # bias correction goes on, and does not begin again
+        assert all(torch.equal(found[key], value) for key, value in saved.items()), name
+
+
 def train_in_a_process(folder: Path) -> None:
     torch.set_num_threads(1)
-    Run(setup(folder, "killed", schedule={"steps": 12}, run={"checkpoint_every": 1}), resume=True)()
+    TrainingRun(
+        setup(folder, "killed", schedule={"steps": 12}, run={"checkpoint_every": 1}), resume=True
+    )()
 
 
 def test_a_run_that_is_killed_again_and_again_ends_bit_equal(data: Path) -> None:
     began = time.monotonic()
-    Run(setup(data, "whole", schedule={"steps": 12}, run={"checkpoint_every": 1}))()
+    TrainingRun(setup(data, "whole", schedule={"steps": 12}, run={"checkpoint_every": 1}))()
     longest = time.monotonic() - began
     moments, context = random.Random(0), multiprocessing.get_context("fork")
     for _ in range(5):  # SIGKILL: nothing in the process can clean up
@@ -114,16 +130,16 @@ def test_a_full_disk_is_one_clear_error_and_the_last_good_state_stays(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"schedule": {"steps": 6}}
-    Run(setup(data, "whole", **options))()
+    TrainingRun(setup(data, "whole", **options))()
     # The second checkpoint's second file: weights are written, moments are not.
     monkeypatch.setattr(run_state, "save_file", full_disk(after=3))
     with pytest.raises(TrainingError, match="No space left on device") as caught:
-        Run(setup(data, "full", **options))()
+        TrainingRun(setup(data, "full", **options))()
     assert "--resume" in (caught.value.hint or "")
     names = [path.name for path in (data / "full" / "checkpoints").iterdir()]
     assert names == ["step-00000002"]
     monkeypatch.undo()
-    resumed = Run(setup(data, "full", **options), resume=True)
+    resumed = TrainingRun(setup(data, "full", **options), resume=True)
     assert resumed.progress.step == 2
     resumed()
     whole, full = final_weights(data / "whole"), final_weights(data / "full")
@@ -131,9 +147,9 @@ def test_a_full_disk_is_one_clear_error_and_the_last_good_state_stays(
 
 
 def test_a_full_disk_keeps_the_best_head(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Run(setup(data, "run"))()
+    TrainingRun(setup(data, "run"))()
     before = (data / "run" / "head" / "model.safetensors").read_bytes()
-    run = Run(setup(data, "run", schedule={"steps": 6}), resume=True)
+    run = TrainingRun(setup(data, "run", schedule={"steps": 6}), resume=True)
     run.progress = run.progress._replace(best=0.0)
     monkeypatch.setattr("safetensors.torch.save_file", full_disk(after=0))
     with pytest.raises(TrainingError, match="No space left on device"):
@@ -142,39 +158,39 @@ def test_a_full_disk_keeps_the_best_head(data: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_checkpoint_of_other_sizes_is_refused(data: Path) -> None:
-    Run(setup(data, "run"))()
+    TrainingRun(setup(data, "run"))()
     with pytest.raises(TrainingError, match="other head sizes than this recipe's"):
-        Run(setup(data, "run", head={"num_hidden_layers": 3}), resume=True)
+        TrainingRun(setup(data, "run", head={"num_hidden_layers": 3}), resume=True)
 
 
 def test_a_damaged_checkpoint_never_outlives_the_good_ones(data: Path) -> None:
     """With one kept, the damaged later one must go and not the good one before it."""
-    Run(setup(data, "run"))()
+    TrainingRun(setup(data, "run"))()
     newest = sorted((data / "run" / "checkpoints").glob("step-*"))[-1]
     (newest / "state.json").write_text("{")
     options = {"keep_checkpoints": 1, "checkpoint_every": 3}
-    kill_after(Run(setup(data, "run", run=options), resume=True), 3)
+    kill_after(TrainingRun(setup(data, "run", run=options), resume=True), 3)
     assert [p.name for p in (data / "run" / "checkpoints").iterdir()] == ["step-00000003"]
 
 
 def test_what_a_kill_left_half_written_goes_when_the_run_resumes(data: Path) -> None:
-    Run(setup(data, "run"))()
+    TrainingRun(setup(data, "run"))()
     leftover = data / "run" / "checkpoints" / ".step-00000003.0123.tmp"
     leftover.mkdir()
-    Run(setup(data, "run"), resume=True)
+    TrainingRun(setup(data, "run"), resume=True)
     assert not leftover.exists()
 
 
 def test_a_head_that_a_kill_took_is_written_again(data: Path) -> None:
-    Run(setup(data, "run"))()
+    TrainingRun(setup(data, "run"))()
     (data / "run" / "head").rename(data / "run" / ".head.0123.tmp")  # between two renames
-    Run(setup(data, "run"), resume=True)()
+    TrainingRun(setup(data, "run"), resume=True)()
     assert (data / "run" / "head" / "config.json").is_file()
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "state"])
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(data: Path, damage: str) -> None:
-    Run(setup(data, "run"))()
+    TrainingRun(setup(data, "run"))()
     newest = sorted((data / "run" / "checkpoints").glob("step-*"))[-1]
     if damage == "cut":
         content = (newest / "network.safetensors").read_bytes()
@@ -190,13 +206,13 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(data: Path, dam
 
 
 def test_a_run_is_not_overwritten_by_accident(data: Path) -> None:
-    Run(setup(data, "run"))()
+    TrainingRun(setup(data, "run"))()
     with pytest.raises(TrainingError, match="already holds a run"):
-        Run(setup(data, "run"))
+        TrainingRun(setup(data, "run"))
 
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_state(data: Path) -> None:
-    run = Run(setup(data, "run", schedule={"steps": 20}))
+    run = TrainingRun(setup(data, "run", schedule={"steps": 20}))
     trainer = run.setup.trainer
     whole_step = trainer.step
 
@@ -210,11 +226,11 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_state(data: Path
     with pytest.raises(TrainingError, match="the loss is nan"):
         run()
     assert final_weights(data / "run")["fc.weight"].isfinite().all()
-    assert Run(setup(data, "run"), resume=True).progress.step == 4
+    assert TrainingRun(setup(data, "run"), resume=True).progress.step == 4
 
 
 def test_the_head_with_the_longest_acceptance_is_kept(data: Path) -> None:
-    run = Run(setup(data, "run", run={"evaluate_every": 1}))
+    run = TrainingRun(setup(data, "run", run={"evaluate_every": 1}))
     lengths = iter([1.2, 1.9, 1.4, 1.1, 1.0])
 
     class Fixed:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from peagle.teacher_forcing.partition import Shapes
 from peagle.train.journal import METRICS, Journal, read_metrics
-from peagle.train.loop import Run
-from peagle.train.segments import Shapes
+from peagle.train.loop import TrainingRun
 from peagle.train.setup import Setup, assemble
 from train import tiny
 
@@ -41,11 +41,13 @@ def test_a_run_without_plot_packages_works_and_says_so(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hide(monkeypatch, "tensorboard", "matplotlib")
-    said: list[str] = []
-    Run(setup(data, log_every=2), report=said.append)()
-    assert said[0] == ("no plots: tensorboard and matplotlib missing (pip install 'peagle[plots]')")
-    assert any("loss" in line and "tokens/s" in line for line in said)
-    assert any("acceptance length by K" in line for line in said)
+    reported: list[str] = []
+    TrainingRun(setup(data, log_every=2), report=reported.append)()
+    assert reported[0] == (
+        "no plots: tensorboard and matplotlib missing (pip install 'peagle[plots]')"
+    )
+    assert any("loss" in line and "tokens/s" in line for line in reported)
+    assert any("acceptance length by K" in line for line in reported)
     files = {path.name for path in (data / "run").iterdir()}
     assert files == {"recipe.json", "provenance.json", METRICS, "checkpoints", "head"}
 
@@ -53,7 +55,7 @@ def test_a_run_without_plot_packages_works_and_says_so(
 def test_curves_are_a_picture(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     hide(monkeypatch, "tensorboard")
-    Run(setup(data, log_every=1, evaluate_every=2))()
+    TrainingRun(setup(data, log_every=1, evaluate_every=2))()
     picture = (data / "run" / "curves.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 10_000
@@ -66,7 +68,7 @@ def test_tensorboard_shows_the_numbers_of_the_metrics(
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     hide(monkeypatch, "matplotlib")
-    Run(setup(data, log_every=1))()
+    TrainingRun(setup(data, log_every=1))()
     board = EventAccumulator(str(data / "run" / "tensorboard"))
     board.Reload()
     shown = [(event.step, event.value) for event in board.Scalars("train/loss")]
@@ -93,7 +95,7 @@ def test_cut_elements_are_counted_and_warned_of_once(
     made = setup(data, log_every=1)
     made.batches.plan.shapes = Shapes(max_masks=20)  # far below what is drawn
     with caplog.at_level(logging.WARNING, logger="peagle.train.loop"):
-        Run(made)()
+        TrainingRun(made)()
     lines = [line for line in read_metrics(data / "run") if line["kind"] == "train"]
     assert all(line["num_cut"] > 0 for line in lines)
     assert sum("have no room in the padded rows" in m for m in caplog.messages) == 1
@@ -103,7 +105,7 @@ def test_nothing_is_cut_where_nothing_is_padded(
     data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="peagle.train.loop"):
-        Run(setup(data, log_every=1))()
+        TrainingRun(setup(data, log_every=1))()
     lines = [line for line in read_metrics(data / "run") if line["kind"] == "train"]
     assert [line["num_cut"] for line in lines] == [0] * len(lines)
     assert not caplog.messages

@@ -12,10 +12,10 @@ from peagle.checkpoints.heads import load_head, save_head
 from peagle.errors import ConfigError
 from peagle.models.eagle import EagleNetwork, FirstLayer
 from peagle.models.target import TargetModel
-from peagle.train.features import OnlineFeatures
-from peagle.train.p_eagle import segment_hidden
-from peagle.train.partition import Segment
-from peagle.train.planning import build_planner
+from peagle.teacher_forcing.draft_model import segment_hidden
+from peagle.teacher_forcing.features import OnlineFeatures
+from peagle.teacher_forcing.partition import Segment
+from peagle.train.planner import build_planner
 from peagle.train.setup import assemble
 from train import tiny
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: kernels agree with plain attention, and shapes compile once."""
+"""What only a GPU can show: kernels agree with dense attention, and shapes compile once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from peagle.data.packing import PackedRow
 from peagle.models.attention import Attention, MaskedAttention
 from peagle.models.eagle import EagleNetwork
 from peagle.models.masks import Elements, dense_mask
-from peagle.train import eagle3, p_eagle
-from peagle.train.attention import attention_for
-from peagle.train.cod import draw_depths, retentions, supervised_runs
-from peagle.train.features import Features, OnlineFeatures
-from peagle.train.loop import Run
-from peagle.train.segments import Shapes, build_segments
+from peagle.teacher_forcing import draft_model
+from peagle.teacher_forcing.attention import attention_for
+from peagle.teacher_forcing.features import Features, OnlineFeatures
+from peagle.teacher_forcing.partition import Shapes, build_segments, supervised_runs
+from peagle.train.cod import draw_depths, retentions
+from peagle.train.loop import TrainingRun
 from peagle.train.setup import assemble
 from train import tiny
 
@@ -53,12 +53,12 @@ def test_flex_attention_trains_like_dense_attention(monkeypatch: pytest.MonkeyPa
     (segment,) = build_segments(row, counts, [0, 640], torch.ones(4), Shapes(row_multiple=128))
     segment = segment.to(CUDA)
     assert not isinstance(attention_for(segment.elements, segment.positions), MaskedAttention)
-    flex = p_eagle.charged_states(network, segment, features)
+    flex = draft_model.loss_states(network, segment, features)
     flex_gradient = gradient(network, flex)
-    monkeypatch.setattr(p_eagle, "attention_for", dense)
-    plain = p_eagle.charged_states(network, segment, features)
-    torch.testing.assert_close(flex, plain, atol=2e-3, rtol=2e-3)
-    torch.testing.assert_close(flex_gradient, gradient(network, plain), atol=1e-3, rtol=1e-2)
+    monkeypatch.setattr(draft_model, "attention_for", dense)
+    expected = draft_model.loss_states(network, segment, features)
+    torch.testing.assert_close(flex, expected, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(flex_gradient, gradient(network, expected), atol=1e-3, rtol=1e-2)
 
 
 def test_unrolling_with_flex_attention_trains_like_dense(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,14 +68,16 @@ def test_unrolling_with_flex_attention_trains_like_dense(monkeypatch: pytest.Mon
     network.shared.embed_tokens.to(CUDA)
     network.to(CUDA)
     document, position = row.document.to(CUDA), row.position.to(CUDA)
-    flex = torch.cat(eagle3.unroll(network, features, document, position, 4))
+    flex = torch.cat(draft_model.unroll(network, features, document, position, 4))
     flex_gradient = gradient(network, flex)
-    monkeypatch.setattr(
-        eagle3, "context_for", lambda elements, _: eagle3.DenseContext(dense_mask(elements))
-    )
-    plain = torch.cat(eagle3.unroll(network, features, document, position, 4))
-    torch.testing.assert_close(flex, plain, atol=2e-3, rtol=2e-3)
-    torch.testing.assert_close(flex_gradient, gradient(network, plain), atol=1e-3, rtol=1e-2)
+
+    def context(elements: Elements, positions: torch.Tensor) -> draft_model.ContextAttention:
+        return draft_model.DenseContext(dense_mask(elements))
+
+    monkeypatch.setattr(draft_model, "context_for", context)
+    expected = torch.cat(draft_model.unroll(network, features, document, position, 4))
+    torch.testing.assert_close(flex, expected, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(flex_gradient, gradient(network, expected), atol=1e-3, rtol=1e-2)
 
 
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
@@ -90,4 +92,4 @@ def test_a_compiled_run_learns_in_bf16(method: str, tmp_path: Path) -> None:
         run={"device": "cuda"},
     )
     model = tiny.target(torch.bfloat16, head_dim=16).to(CUDA)
-    assert Run(assemble(recipe, model, tiny.ROPE))().best > 1.5
+    assert TrainingRun(assemble(recipe, model, tiny.ROPE))().best > 1.5

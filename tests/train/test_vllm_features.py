@@ -18,15 +18,14 @@ from peagle.data.dataset import Dataset
 from peagle.data.packing import PackedRow, pack
 from peagle.errors import ConfigError, DataError, ModelError
 from peagle.models.target import TargetModel
-from peagle.train.endpoint import Endpoint
-from peagle.train.features import Features, OnlineFeatures
-from peagle.train.loop import Run
+from peagle.prepare.endpoint import Endpoint
+from peagle.teacher_forcing.features import Features, OnlineFeatures
+from peagle.train.features.vllm_client import StatesClient, read_states
+from peagle.train.features.vllm_features import VllmFeatures, documents
+from peagle.train.features.vllm_server import RequiredStates, connect, open_features
+from peagle.train.loop import TrainingRun
 from peagle.train.recipe import VllmSection
 from peagle.train.setup import assemble
-from peagle.train.vllm_client import StatesClient
-from peagle.train.vllm_features import VllmFeatures, documents
-from peagle.train.vllm_files import read_states
-from peagle.train.vllm_source import Need, connect, open_features
 from train import tiny
 from train.states_server import FakeVllm, serving_states
 
@@ -241,8 +240,8 @@ def test_a_refusal_and_a_dead_server_end_the_run_with_their_reason(fake: FakeVll
             ask(source, tiny.packed([6], 8))
 
 
-def need(longest: int, aux_hidden_states: tuple[int, ...] = TAPS) -> Need:
-    return Need("tiny", tiny.target().config, aux_hidden_states, longest, torch.float64)
+def need(longest: int, aux_hidden_states: tuple[int, ...] = TAPS) -> RequiredStates:
+    return RequiredStates("tiny", tiny.target().config, aux_hidden_states, longest, torch.float64)
 
 
 def test_a_server_too_short_for_the_longest_document_is_refused_at_once(fake: FakeVllm) -> None:
@@ -297,7 +296,7 @@ def test_training_does_not_know_that_its_features_come_from_vllm(tmp_path: Path)
                 run={"folder": str(tmp_path / f"run-{online}")},
             )
             setup = assemble(recipe, target, tiny.ROPE)
-            Run(setup)()
+            TrainingRun(setup)()
             setup.trainer.step([next(setup.batches.rows_from(0))], 0.0)
             trained[online] = setup.trainer.take_metrics().loss
     assert trained[True] == pytest.approx(trained[False], rel=rounding(terms=32, depth=8))

@@ -20,10 +20,9 @@ import torch
 
 from peagle.backends.vllm_server import is_healthy
 from peagle.errors import DataError, ModelError
+from peagle.train.features.vllm_features import Workers
+from peagle.train.features.vllm_server import RequiredStates, ServerPlan, VllmServer, make_room
 from peagle.train.recipe import VllmSection
-from peagle.train.vllm_server import ServerPlan, VllmServer
-from peagle.train.vllm_source import Need, make_room
-from peagle.train.workers import Workers
 from train import tiny
 
 # Answers /health, and has a child of its own, as vLLM has its engine, that will not be asked.
@@ -127,7 +126,7 @@ def test_a_killed_trainer_takes_its_server_along(tmp_path: Path) -> None:
 TRAINER = """
 import shlex, sys, time
 from pathlib import Path
-from peagle.train.vllm_server import ServerPlan, VllmServer
+from peagle.train.features.vllm_server import ServerPlan, VllmServer
 root, log, code = sys.argv[1:]
 plan = ServerPlan(
     model=Path("m"), layer_ids=(1,), root=Path(root), max_model_len=8, max_positions=8,
@@ -167,8 +166,8 @@ def test_a_server_that_dies_is_quoted_and_one_that_is_slow_is_given_up(tmp_path:
         VllmServer(missing, tmp_path / "c.log", timeout=30)
 
 
-def need(longest: int) -> Need:
-    return Need("tiny", tiny.target().config, (2, 3, 5), longest, torch.float64)
+def need(longest: int) -> RequiredStates:
+    return RequiredStates("tiny", tiny.target().config, (2, 3, 5), longest, torch.float64)
 
 
 def test_no_more_documents_are_in_flight_than_the_folder_has_room_for(
@@ -177,7 +176,7 @@ def test_no_more_documents_are_in_flight_than_the_folder_has_room_for(
     one = need(100).document_bytes
     assert one == 100 * 4 * 16 * 8
     usage = type("Usage", (), {"free": 10 * one})
-    monkeypatch.setattr("peagle.train.vllm_source.shutil.disk_usage", lambda name: usage)
+    monkeypatch.setattr("peagle.train.features.vllm_server.shutil.disk_usage", lambda name: usage)
     section = VllmSection(folder=str(tmp_path), requests=64)
     folder, num_requests = make_room(section, need(100))
     assert (folder.parent, num_requests) == (tmp_path, 5)

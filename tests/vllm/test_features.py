@@ -16,10 +16,10 @@ from peagle.checkpoints.targets import load_target
 from peagle.data.dataset import DatasetWriter, Row
 from peagle.data.packing import pack
 from peagle.errors import DataError
-from peagle.train.features import OnlineFeatures
+from peagle.teacher_forcing.features import OnlineFeatures
+from peagle.train.features.vllm_features import VllmFeatures
 from peagle.train.recipe import Recipe, recipe_from
 from peagle.train.setup import Setup, build
-from peagle.train.vllm_features import VllmFeatures
 
 pytestmark = [pytest.mark.vllm, pytest.mark.network, pytest.mark.slow]
 

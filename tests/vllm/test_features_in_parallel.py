@@ -16,9 +16,9 @@ from transformers import LlamaForCausalLM
 from peagle.checkpoints.layerless import load_layerless
 from peagle.checkpoints.targets import load_target
 from peagle.data.packing import lay_out
-from peagle.train.features import OnlineFeatures
+from peagle.teacher_forcing.features import OnlineFeatures
+from peagle.train.features.vllm_server import RequiredStates, open_features
 from peagle.train.recipe import VllmSection
-from peagle.train.vllm_source import Need, open_features
 
 TAPS = (2, 3, 3)
 LENGTHS = (100, 37, 60)
@@ -61,7 +61,7 @@ def test_tensor_parallel_states_are_those_of_the_whole_target(
     )
     whole = load_target(tmp_path / "model", dtype=torch.float32, device=CPU)
     layerless = load_layerless(tmp_path / "model", dtype=torch.float32, device=CPU)
-    need = Need(str(tmp_path / "model"), whole.config, TAPS, max(LENGTHS), torch.float32)
+    need = RequiredStates(str(tmp_path / "model"), whole.config, TAPS, max(LENGTHS), torch.float32)
     source = open_features(section, need, layerless, tmp_path / "vllm.log")
     tokens = [torch.randint(512, (length,)) for length in LENGTHS]
     masks = [torch.ones(length) for length in LENGTHS]

@@ -12,7 +12,7 @@ from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from peagle.train.making import Making
+    from peagle.prepare.dataset_spec import DatasetSpec
 
 __all__ = ["AnswerFlags", "Limit", "Model", "Split"]
 
@@ -26,7 +26,7 @@ def _answers(help_text: str, *names: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerFlags:
-    """How answers are sampled. What these cannot say would not be the target's own law."""
+    """How answers are sampled. What these cannot say would not be the target's own distribution."""
 
     temperature: Annotated[float | None, _answers("0, the default, is greedy.")] = None
     top_p: Annotated[float, _answers("Keep the best tokens that sum to it.")] = SamplingParams.top_p
@@ -35,14 +35,14 @@ class AnswerFlags:
     system: System = None
     raw: Annotated[bool, _answers("Do not apply the chat template.", "--raw")] = False
 
-    def making(
+    def spec(
         self, target: str, max_tokens: int, *, cut_loops: int | None = None, answers_from: str = ""
-    ) -> Making:
-        from peagle.train.making import EMBEDDED, Making
+    ) -> DatasetSpec:
+        from peagle.prepare.dataset_spec import EMBEDDED, DatasetSpec
 
         if self.raw and self.system is not None:
             raise ConfigError("--system needs the chat template, --raw turns it off")
-        return Making(
+        return DatasetSpec(
             target=target,
             params=self.params(max_tokens),
             seed=self.seed,

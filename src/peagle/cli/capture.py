@@ -51,8 +51,8 @@ def capture(
     """Write the hidden states that a head reads; training then needs no pass of the target."""
     limit = None if max_disk is None else parse_size(max_disk)
     from peagle.data.dataset import Dataset
+    from peagle.train.features.capture import plan_capture, run_capture
     from peagle.train.recipe import vllm_section
-    from peagle.train.storing import forecast, store
 
     if vllm and backend != "vllm":
         raise ConfigError("--vllm has no effect on the embedded engine", hint="add --backend vllm")
@@ -63,10 +63,10 @@ def capture(
         )
     section = vllm_section(vllm or []) if backend == "vllm" else None
     opened = Dataset(dataset, max_length)
-    plan = forecast(opened, model, engine.config(), _layer_ids(layer_ids), section)
+    plan = plan_capture(opened, model, engine.config(), _layer_ids(layer_ids), section)
     render.note(f"{plan.num_rows} rows, {plan.num_tokens} tokens: {plan.num_bytes / 2**30:.2f} GiB")
     if not forecast_only:
-        for done in store(opened, plan, out, tokens_per_pass=TOKENS_PER_PASS, max_disk=limit):
+        for done in run_capture(opened, plan, out, tokens_per_pass=TOKENS_PER_PASS, max_disk=limit):
             render.note(f"{done} of {plan.num_rows} rows")
     if as_json:
         document = {"rows": plan.num_rows, "tokens": plan.num_tokens, "bytes": plan.num_bytes}
@@ -82,7 +82,7 @@ def capture(
 def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
-        raise ConfigError(f"--max-disk {text!r} is no size", hint="write 200G or 1.5T")
+        raise ConfigError(f"--max-disk {text!r} is not a size", hint="write 200G or 1.5T")
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
@@ -92,4 +92,4 @@ def _layer_ids(text: str | None) -> tuple[int, ...] | None:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"--layer-ids {text!r} is no list", hint="write 2,15,27") from None
+        raise ConfigError(f"--layer-ids {text!r} is not a list", hint="write 2,15,27") from None

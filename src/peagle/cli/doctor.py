@@ -25,11 +25,9 @@ def doctor(
     if data is None and head is None:
         raise ConfigError("there is nothing to examine", hint="give --data, --head or both")
     from peagle.checkpoints.references import resolve_model
-    from peagle.train.doctor import examine_data
-    from peagle.train.doctor_head import examine_head
-    from peagle.train.findings import Finding, guarded
+    from peagle.doctor import Finding, examine_data, examine_head, guarded
 
-    resolve_model(model)  # a wrong name is no finding
+    resolve_model(model)  # a wrong name is the user's error, not a finding
     findings: list[Finding] = []
     if data is not None:
         findings += guarded("data", examine_data(data, model))

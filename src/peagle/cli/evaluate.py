@@ -17,8 +17,8 @@ from peagle.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from peagle.data.dataset import Dataset
+    from peagle.evaluate.evaluator import Evaluation
     from peagle.sampling_params import SamplingParams
-    from peagle.train.evaluation import Evaluation
 
 
 @expand_flags
@@ -52,7 +52,7 @@ def evaluate(
         )
     from peagle.data.dataset import Dataset
     from peagle.data.prompts import read_prompts
-    from peagle.train.offline import evaluate_pair, load_pair, own_answers
+    from peagle.evaluate.offline import evaluate_pair, load_pair, own_answers
 
     found = read_prompts(prompts, split=split, limit=limit) if prompts else None
     dataset = Dataset(data) if data else None
@@ -61,12 +61,12 @@ def evaluate(
     with tempfile.TemporaryDirectory(prefix="peagle-evaluate-") as folder:
         if found is not None:
             render.note(f"{len(found.good)} prompts are answered")
-            making = answers.making(pair.network.config.target_model, max_tokens)
-            dataset, counts = own_answers(pair, found, making, Path(folder))
+            spec = answers.spec(pair.network.config.target_model, max_tokens)
+            dataset, counts = own_answers(pair, found, spec, Path(folder))
             if counts.failed:
                 render.note(f"{counts.failed} prompts failed and are left out")
         assert dataset is not None
-        params = _law(answers, dataset)
+        params = _sampling_params(answers, dataset)
         rows = _rows(dataset, held_out_share, limit if data else None)
         results = evaluate_pair(pair, dataset, rows, k, params)
     document = {
@@ -85,16 +85,16 @@ def evaluate(
         render.print_json({**document, "provenance": provenance(probe_torch=True)})
 
 
-def _law(answers: AnswerFlags, dataset: Dataset) -> SamplingParams:
-    """How drafts are judged: as the text was sampled, unless the user says otherwise."""
-    from peagle.train.making import recorded_params
+def _sampling_params(answers: AnswerFlags, dataset: Dataset) -> SamplingParams:
+    """How drafts are verified: as the text was sampled, unless the user says otherwise."""
+    from peagle.prepare.dataset_spec import recorded_params
 
     recorded = recorded_params(dataset.manifest["made_by"])
     if answers.temperature is None or answers.temperature == recorded.temperature:
         return recorded
     render.note(
         f"the text was sampled at temperature {recorded.temperature}, "
-        f"drafts are judged at {answers.temperature}: no engine would report these figures"
+        f"drafts are verified at {answers.temperature}: no engine would report these figures"
     )
     return answers.params(recorded.max_tokens or MAX_TOKENS)
 

@@ -20,9 +20,9 @@ from peagle.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from peagle.backends.vllm_options import VllmOptions
-    from peagle.train.answers import AnswerSource
-    from peagle.train.making import Making
-    from peagle.train.prepare import Progress
+    from peagle.prepare.answers import AnswerSource
+    from peagle.prepare.dataset_spec import DatasetSpec
+    from peagle.prepare.preparation import PreparationProgress
 
 MAX_TOKENS = 1024
 CUT_LOOPS = 64
@@ -70,10 +70,10 @@ def prepare(
     from peagle.data.dataset import Dataset, DatasetWriter
     from peagle.data.prompts import read_prompts
     from peagle.data.summary import summarise
-    from peagle.train.prepare import ALL_ROWS, Preparation, reported_writes
+    from peagle.prepare.preparation import ALL_ROWS, Preparation, reported_writes
 
-    # 1. Whatever can be wrong without the model is said before it is loaded.
-    making = answers.making(
+    # 1. Whatever can be wrong without the model is reported before it is loaded.
+    spec = answers.spec(
         model,
         max_tokens,
         cut_loops=cut_loops if cut_loops >= 0 else None,
@@ -82,19 +82,19 @@ def prepare(
     vllm = backend.vllm_options(engine)
     found = read_prompts(prompts, split=split, limit=limit)
     tokenizer = load_tokenizer(resolve_model(model))
-    rules = making.rules(tokenizer)
+    asking = spec.dialogue_options(tokenizer)
     with reported_writes(out):
-        writer = DatasetWriter(out, making.record(tokenizer), rows_per_shard=ALL_ROWS)
+        writer = DatasetWriter(out, spec.record(tokenizer), rows_per_shard=ALL_ROWS)
 
     # 2. Answers, from here or from there.
     if endpoint is None and vllm is not None:
-        source = _vllm(model, engine, drafter, making, vllm)
+        source = _vllm(model, engine, drafter, spec, vllm)
     elif endpoint is None:
-        source = _embedded(model, engine, drafter, making)
+        source = _embedded(model, engine, drafter, spec)
     else:
         key = _key(endpoint_key_env)
-        source = _endpoint(endpoint, endpoint_model or model, key, making, concurrency)
-    run = Preparation(writer, source, rules, max_prompt_tokens, report=ProgressLine())
+        source = _endpoint(endpoint, endpoint_model or model, key, spec, concurrency)
+    run = Preparation(writer, source, asking, max_prompt_tokens, report=ProgressLine())
     counts = run(found.good, found.bad)
 
     # 3. What there is now, earlier runs included.
@@ -124,7 +124,7 @@ class ProgressLine:
         self.every = 1.0 if self.on_terminal else 30.0
         self.last = time.monotonic()
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: PreparationProgress) -> None:
         now = time.monotonic()
         finished = progress.done == progress.total
         if now - self.last < self.every and not finished:
@@ -144,24 +144,24 @@ class ProgressLine:
 
 
 def _embedded(
-    model: str, engine: EngineFlags, drafter: DrafterFlags, making: Making
+    model: str, engine: EngineFlags, drafter: DrafterFlags, spec: DatasetSpec
 ) -> AnswerSource:
-    from peagle.train.answers import EmbeddedAnswers
+    from peagle.prepare.answers import EmbeddedAnswers
 
     llm = options.build_llm(model, engine.config(), drafter.config())
     gc.collect()
     gc.freeze()  # or each full collection looks through all libraries again while the GPU waits
-    return EmbeddedAnswers(llm.engine, making.params)
+    return EmbeddedAnswers(llm.engine, spec.params)
 
 
 def _vllm(
-    model: str, engine: EngineFlags, drafter: DrafterFlags, making: Making, options: VllmOptions
+    model: str, engine: EngineFlags, drafter: DrafterFlags, spec: DatasetSpec, options: VllmOptions
 ) -> AnswerSource:
     from peagle.backends.vllm_backend import VllmBackend
-    from peagle.train.answers import VllmAnswers
+    from peagle.prepare.answers import VllmAnswers
 
     backend = VllmBackend(model, engine.config("vllm"), drafter.config(), options)
-    return VllmAnswers(backend, making.params)
+    return VllmAnswers(backend, spec.params)
 
 
 def _answers_from(backend: BackendFlags, endpoint: str | None, name: str) -> str:
@@ -175,13 +175,13 @@ def _answers_from(backend: BackendFlags, endpoint: str | None, name: str) -> str
 
 
 def _endpoint(
-    url: str, model: str, key: str | None, making: Making, concurrency: int
+    url: str, model: str, key: str | None, spec: DatasetSpec, concurrency: int
 ) -> AnswerSource:
-    from peagle.train.endpoint import Endpoint, EndpointAnswers
+    from peagle.prepare.endpoint import Endpoint, EndpointAnswers
 
     if concurrency < 1:
         raise ConfigError(f"--concurrency {concurrency} is out of range", hint="use >= 1")
-    return EndpointAnswers(Endpoint(url, model, key), making.params, concurrency)
+    return EndpointAnswers(Endpoint(url, model, key), spec.params, concurrency)
 
 
 def _key(variable: str | None) -> str | None:

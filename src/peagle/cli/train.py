@@ -11,7 +11,7 @@ import typer
 from peagle.cli import render
 
 if TYPE_CHECKING:
-    from peagle.train.footprint import Footprint
+    from peagle.train.memory import Footprint
     from peagle.train.recipe import Recipe
 
 GIB = 2**30
@@ -53,7 +53,7 @@ def train(
         render.print_json(chosen.as_dict())
         return
     if vllm_command:
-        from peagle.train.vllm_source import shell_command
+        from peagle.train.features.vllm_server import shell_command
 
         typer.echo(shell_command(chosen))
         return
@@ -66,21 +66,20 @@ def train(
 
 
 def _train(recipe: Recipe, *, resume: bool) -> dict[str, Any]:
-    from peagle.train.loop import Run
+    from peagle.train.loop import TrainingRun
     from peagle.train.setup import build
 
-    progress = Run(build(recipe), resume=resume, report=render.note)()
+    progress = TrainingRun(build(recipe), resume=resume, report=render.note)()
     return {"head": str(Path(recipe.run.folder) / "head"), **progress._asdict()}
 
 
 def _dry_run(recipe: Recipe, num_gpus: int) -> dict[str, Any]:
     """First what is computed, for a GPU even where there is none; then what is measured here."""
-    from peagle.train.devices import pick_device
-    from peagle.train.footprint import footprint
     from peagle.train.forecast import forecast
     from peagle.train.inputs import read_inputs
     from peagle.train.loop import total_steps
-    from peagle.train.setup import build
+    from peagle.train.memory import footprint
+    from peagle.train.setup import build, pick_device
 
     inputs = read_inputs(recipe)
     here = pick_device(recipe.run.device).type
@@ -138,5 +137,5 @@ def _document(computed: Footprint) -> dict[str, Any]:
 
 
 def _is_first_process() -> bool:
-    """Of those that torchrun starts."""
+    """Whether this is the first of the processes that torchrun starts."""
     return os.environ.get("RANK", "0") == "0"

@@ -45,7 +45,7 @@ class DatasetWriter:
     """Collects rows and writes them shard by shard; opening the same folder again continues.
 
     `made_by` says what produced the rows (target, chat template, generation options ...): rows
-    of two different makings do not mix.
+    of two different specs do not mix.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(
-            f"{folder} is no prepared dataset: it has no {MANIFEST}", hint="run `peagle prepare`"
+            f"{folder} is not a prepared dataset: it has no {MANIFEST}", hint="run `peagle prepare`"
         ) from None
     except ValueError as error:
         raise DataError(f"{path} is not valid JSON: {error}") from None
@@ -228,3 +228,14 @@ def _read_shard(folder: Path, entry: Mapping[str, Any]) -> dict[str, Tensor]:
             hint="the folder mixes files of two runs: prepare it again",
         )
     return tensors
+
+
+def check_tokens(dataset: Dataset, indices: list[int], vocab_size: int) -> None:
+    for index in indices:
+        row = dataset[index]
+        largest = int(torch.as_tensor(row.token_ids).max())
+        if largest >= vocab_size:
+            raise DataError(
+                f"row {row.id!r} has token {largest}, but the target's vocabulary is {vocab_size}",
+                hint="the data was made with another tokenizer",
+            )

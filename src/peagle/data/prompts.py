@@ -26,7 +26,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a user says; the target's answers come between the turns."""
+    """What a user asks; the target's answers come between the turns."""
 
     id: str
     turns: tuple[str, ...]
@@ -109,16 +109,16 @@ def _turns(record: dict[str, Any]) -> tuple[str | None, tuple[str, ...]]:
 
 
 def _from_messages(messages: list[Any]) -> tuple[str | None, tuple[str, ...]]:
-    said: dict[str, list[str]] = {"system": [], "user": [], "assistant": []}
+    texts: dict[str, list[str]] = {"system": [], "user": [], "assistant": []}
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
             raise DataError("a message has no content, or one that is not text")
-        if message.get("role") not in said:
-            raise DataError(f"role {message.get('role')!r} is not one of {', '.join(said)}")
-        said[message["role"]].append(message["content"])
-    if len(said["system"]) > 1:
+        if message.get("role") not in texts:
+            raise DataError(f"role {message.get('role')!r} is not one of {', '.join(texts)}")
+        texts[message["role"]].append(message["content"])
+    if len(texts["system"]) > 1:
         raise DataError("more than one system message")
-    return said["system"][0] if said["system"] else None, tuple(said["user"])
+    return texts["system"][0] if texts["system"] else None, tuple(texts["user"])
 
 
 def _lines(reference: str, split: str) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
@@ -159,7 +159,7 @@ def hub_rows(reference: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]
         import datasets  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         raise DataError(
-            f"{reference} is no file, and reading a Hugging Face dataset needs `datasets`",
+            f"{reference} is not a file, and reading a Hugging Face dataset needs `datasets`",
             hint="pip install datasets, or give a .jsonl file",
         ) from None
     name, _, configuration = reference.partition(":")

@@ -10,6 +10,7 @@ import hashlib
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,16 @@ import torch
 from peagle.data.dataset import Dataset
 from peagle.data.packing import assign, pack
 from peagle.errors import DataError
-from peagle.train.features import FeatureSource, StoredStates
-from peagle.train.objective import PlannedRow, Planner
+from peagle.teacher_forcing.features import FeatureSource, StoredStates
+from peagle.teacher_forcing.partition import Shapes
+from peagle.train.inputs import Inputs
+from peagle.train.planner import Eagle3Planner, PlannedRow, Planner
+from peagle.train.recipe import Recipe
+
+MEASURED_ROWS = 6  # packed rows whose drawn size sets the padded one
+SPARE = 1.02  # room for rows that draw more than those
+MASK_MULTIPLE = 1024
+SEGMENT_MULTIPLE = 2048  # rows of a part of a packed row: few sizes, few compilations
 
 
 class Epoch(NamedTuple):
@@ -84,6 +93,31 @@ class Batches:
     def _generator(self, epoch: int, index: int) -> torch.Generator:
         digest = hashlib.sha256(f"{self.seed} {epoch} {index}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def draw_rows(inputs: Inputs, planner: Planner) -> list[PlannedRow]:
+    """The first packed rows of a run, without features."""
+    recipe = inputs.recipe
+    capacity, seed = recipe.data.tokens_per_row, recipe.run.seed
+    batches = Batches(inputs.dataset, inputs.train, capacity, planner, seed, source=None)
+    drawn = list(islice(batches.rows_from(0), MEASURED_ROWS))
+    if not any(row.weight for row in drawn):
+        raise DataError(
+            f"the first rows of {inputs.dataset.folder} have no token to learn from",
+            hint="is data.tokens_per_row shorter than the prompts, or the loss mask 0?",
+        )
+    return drawn
+
+
+def measure_shapes(drawn: list[PlannedRow], planner: Planner, recipe: Recipe) -> Shapes:
+    """Room for the mask rows of nearly every packed row, so that compiled code sees one shape."""
+    if isinstance(planner, Eagle3Planner):
+        return Shapes(loss_row_multiple=recipe.loss.chunk_rows)
+    most = max(sum(s.num_masks for s in p.segments) for p in drawn)
+    max_masks = -(-int(most * SPARE) // MASK_MULTIPLE) * MASK_MULTIPLE
+    partitioned = planner.num_segments > 1 or planner.max_rows is not None
+    whole = SEGMENT_MULTIPLE if partitioned else recipe.data.tokens_per_row + max_masks
+    return Shapes(max_masks, row_multiple=whole, loss_row_multiple=recipe.loss.chunk_rows)
 
 
 class Prefetch:

@@ -1,6 +1,6 @@
 """Several processes under torchrun: each takes its own packed rows, gradients are summed.
 
-The denominator counts the charged rows of all processes, so the result is that of one process
+The denominator counts the loss rows of all processes, so the result is that of one process
 with all rows. Gradients are exchanged in the last backward pass of a step alone.
 """
 
@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from peagle.models.eagle import EagleNetwork
-from peagle.train.objective import DraftModel
+from peagle.teacher_forcing.draft_model import DraftModel
 
 Sharding = Literal["ddp", "fsdp2"]
 
 
 def start_from_environment(device: torch.device) -> None:
-    """Joins the group that torchrun describes; does nothing in a plain process."""
+    """Joins the group that torchrun describes; does nothing in a process of its own."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
@@ -105,7 +105,7 @@ def whole_network(network: EagleNetwork) -> EagleNetwork:
     """The network with its weights put together: itself, unless they are sharded."""
     if not any(isinstance(p, DTensor) for p in network.parameters()):
         return network
-    plain = EagleNetwork(network.config, network.shared).to(network.fc.weight.dtype)
-    plain.load_state_dict({name: whole(p) for name, p in network.state_dict().items()})
-    plain.target_ids = network.target_ids
-    return plain
+    gathered = EagleNetwork(network.config, network.shared).to(network.fc.weight.dtype)
+    gathered.load_state_dict({name: whole(p) for name, p in network.state_dict().items()})
+    gathered.target_ids = network.target_ids
+    return gathered

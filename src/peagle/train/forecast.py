@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from peagle.train.attention import attention_for
+from peagle.teacher_forcing.attention import attention_for
 from peagle.train.batches import Prefetch
-from peagle.train.objective import PlannedRow
+from peagle.train.planner import PlannedRow
 from peagle.train.recipe import Recipe
 from peagle.train.setup import Setup
 from peagle.train.trainer import Metrics
@@ -39,7 +39,7 @@ def forecast(setup: Setup, total_steps: int, num_steps: int = 10) -> dict[str, A
     return {
         "seconds_per_step": per_step,
         "tokens_per_second": measured.metrics.tokens / measured.seconds,
-        "charged_rows_per_step": measured.metrics.charged / num_steps,
+        "loss_rows_per_step": measured.metrics.loss_rows / num_steps,
         "rows_per_pass": len(segment.positions),
         "elements_cut_per_row": measured.last.num_cut,
         "waiting_share": measured.waited / measured.seconds,

@@ -8,12 +8,11 @@ from typing import Any
 
 from peagle.checkpoints.layerless import decoder_sizes
 from peagle.checkpoints.references import load_config, resolve_model
-from peagle.data.dataset import Dataset
+from peagle.data.dataset import Dataset, check_tokens
 from peagle.errors import DataError
 from peagle.models.config import DecoderConfig
 from peagle.models.head_config import HeadConfig
 from peagle.train.head import head_config
-from peagle.train.offline import check_tokens
 from peagle.train.recipe import Recipe
 
 CHECKED_ROWS = 256  # whose tokens are compared with the target's vocabulary
@@ -35,7 +34,7 @@ class Inputs:
 
 
 def read_inputs(recipe: Recipe) -> Inputs:
-    """The same from the target's reference."""
+    """Reads them by the target's reference; no weight is loaded."""
     config = load_config(resolve_model(recipe.target.model))
     known = decoder_sizes if recipe.data.features == "vllm" else DecoderConfig.from_transformers
     return open_inputs(recipe, known(config), dict(config.rope_parameters))

@@ -9,16 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from peagle.files import write_atomic
-from peagle.train.curves import CURVES, draw_curves
+from peagle.files import atomic_file, write_atomic
 
 logger = logging.getLogger(__name__)
-
 METRICS = "metrics.jsonl"
 BOARD = "tensorboard"
 PLOTS = ("tensorboard", "matplotlib")
-
 Report = Callable[[str], None]
+CURVES = "curves.png"
 
 
 class Journal:
@@ -111,3 +109,30 @@ def describe(line: dict[str, Any]) -> str:
         f"loss {line['loss']:.4f}, by depth {accuracy}, "
         f"{line['tokens_per_second']} tokens/s, waiting {line['waiting_share']:.1%}"
     )
+
+
+def draw_curves(lines: list[dict[str, Any]], path: Path) -> None:
+    """Loss, accuracy by depth and acceptance length by K from the lines of metrics.jsonl.
+
+    Needs matplotlib.
+    """
+    from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
+
+    train = [line for line in lines if line["kind"] == "train"]
+    evaluations = [line for line in lines if line["kind"] == "evaluate"]
+    figure = Figure(figsize=(15, 4), layout="constrained")
+    loss, accuracy, acceptance = figure.subplots(1, 3)
+    steps = [line["step"] for line in train]
+    loss.plot(steps, [line["loss"] for line in train])
+    for depth in range(len(train[0]["accuracy"]) if train else 0):
+        accuracy.plot(steps, [line["accuracy"][depth] for line in train], label=f"depth {depth}")
+    evaluated = [line["step"] for line in evaluations]
+    lengths = [line["all"]["acceptance_length"] for line in evaluations]
+    for k, by_step in enumerate(zip(*lengths, strict=True), start=1):
+        acceptance.plot(evaluated, by_step, marker=".", label=f"K = {k}")
+    for axes, title in ((loss, "loss"), (accuracy, "accuracy"), (acceptance, "acceptance length")):
+        axes.set(title=title, xlabel="step")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=7)
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")

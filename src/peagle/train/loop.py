@@ -7,14 +7,13 @@ import math
 import time
 
 from peagle.errors import TrainingError
+from peagle.evaluate.evaluator import Evaluation
 from peagle.train.batches import Prefetch
 from peagle.train.distributed import rank, total
-from peagle.train.evaluation import Evaluation
 from peagle.train.journal import Journal, Report
-from peagle.train.objective import PlannedRow
 from peagle.train.optimizer import learning_rate_share
-from peagle.train.run_folder import RunFolder
-from peagle.train.run_state import Progress
+from peagle.train.planner import PlannedRow
+from peagle.train.run_folder import RunFolder, RunProgress
 from peagle.train.setup import Setup
 from peagle.train.trainer import Metrics
 
@@ -23,7 +22,7 @@ logger = logging.getLogger(__name__)
 CUT_SHARE = 0.01  # of the elements: more than that are cut, and the user should know
 
 
-class Run:
+class TrainingRun:
     """`report` gets a line for the terminal at each log and each evaluation."""
 
     def __init__(self, setup: Setup, *, resume: bool = False, report: Report = logger.info) -> None:
@@ -42,7 +41,7 @@ class Run:
         self._first = True
         self._warned = False
 
-    def __call__(self) -> Progress:
+    def __call__(self) -> RunProgress:
         """Trains to the end of the schedule; -> where it stands then."""
         setup, recipe = self.setup, self.recipe
         per_step = recipe.data.rows_per_step
@@ -99,7 +98,7 @@ class Run:
         return (self.progress.step + 0.5) / self.total_steps
 
     def _log(self) -> Metrics:
-        """Reads the counters, which waits for the device, and stops on a loss that is no number."""
+        """Reads the counters, which waits for the device; stops on a loss that is not finite."""
         metrics = self.setup.trainer.take_metrics()
         now = time.monotonic()
         seconds, self._log_time = now - self._log_time, now

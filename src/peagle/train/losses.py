@@ -1,10 +1,10 @@
-"""The loss over charged rows, in chunks, without ever holding all logits.
+"""The loss over the rows that carry one, in chunks, without ever holding all logits.
 
-The target's law of a row is computed from its last hidden state, chunk by chunk, next to the
-draft logits. Each chunk's gradient is computed at once, so that only [C, H] stays for backward:
-for C = 34K rows and V = 200K that is 0.3 GB where the logits would take 27.
+The target's distribution for a row is computed from its last hidden state, chunk by chunk, next
+to the draft logits. Each chunk's gradient is computed at once, so that only [C, H] stays for
+backward: for C = 34K rows and V = 200K that is 0.3 GB where the logits would take 27.
 
-Shapes: C charged rows, H hidden size, V draft vocabulary.
+Shapes: C loss rows, H hidden size, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LossKind = Literal["kl", "ce"]
 
 
 class Truth(NamedTuple):
-    """What each charged row should have said."""
+    """What each loss row should predict."""
 
     states: Tensor  # [n, H]: the target's hidden states after its final norm
     slots: Tensor  # [C]: the state that the target predicts this row's token from
@@ -31,7 +31,7 @@ class Truth(NamedTuple):
 
 class Tables(NamedTuple):
     draft: Tensor  # [V, H]
-    target: Tensor  # [V, H]: the rows of the target's output table that the drafter can say
+    target: Tensor  # [V, H]: the rows of the target's output table that the drafter can propose
 
 
 class ChunkResult(NamedTuple):

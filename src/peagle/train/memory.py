@@ -1,4 +1,4 @@
-"""How much memory training takes, counted from shapes before anything runs.
+"""How much memory training takes, by what it is for, counted from shapes: nothing is loaded or run.
 
 Counted is what autograd keeps for backward, tensor by tensor, what the layer in backward works
 with, and what is there all the time. The counts are bounds from above: tests hold them against
@@ -9,14 +9,206 @@ R rows of one pass, n tokens of a packed row, H hidden size, I intermediate size
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
 import torch
+from torch import nn
 
 from peagle.errors import ConfigError
-from peagle.models.eagle import EagleNetwork
+from peagle.models.config import DecoderConfig
+from peagle.models.eagle import EagleNetwork, shared_tables
 from peagle.models.head_config import HeadConfig
+from peagle.models.target import TargetModel
+from peagle.train.batches import SEGMENT_MULTIPLE, draw_rows, measure_shapes
+from peagle.train.inputs import Inputs, reads_layers
+from peagle.train.planner import build_planner
+from peagle.train.recipe import Recipe
 
 PRECISE = 4  # bytes of float32: what norms and softmaxes compute in
-INDICES = 80  # bytes a row: anchor, depth, document, position, and what it is charged for
+INDICES = 80  # bytes a row: anchor, depth, document, position, and its place in the loss
+DeviceType = Literal["cuda", "cpu"]
+GATHERED_LAYERS = 2  # that FSDP2 holds whole: the one that runs and the next
+
+
+@dataclass(frozen=True)
+class Footprint:
+    parts: dict[str, int]  # bytes
+    rows_per_pass: int
+    passes_per_step: int
+    num_gpus: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+class Pass(NamedTuple):
+    """Rows of the largest forward pass, and how many passes a step has."""
+
+    rows: int
+    per_step: int
+
+
+def footprint(inputs: Inputs, num_gpus: int = 1, device: DeviceType = "cuda") -> Footprint:
+    """For a run on `num_gpus`, wherever this is computed; the largest moment of a step."""
+    recipe, config = inputs.recipe, inputs.head
+    itemsize = 2 if device == "cuda" else 4
+    compiled = device == "cuda" and recipe.run.compile
+    target, network = meta_models(inputs)
+    loaded = target_bytes(target, itemsize, tables_alone=not reads_layers(recipe))
+    largest = largest_pass(inputs, network, loaded, device)
+    parts = {"target's weights": loaded}
+    parts |= shared_out(state_bytes(network, itemsize), network, recipe, num_gpus, largest.per_step)
+    parts |= moment(recipe, config, inputs.sizes, largest.rows, itemsize, compiled=compiled)
+    if device == "cpu":  # FlexAttention needs none of these
+        parts["dense attention masks"] = dense_mask_bytes(config, largest.rows, recipe)
+    return Footprint(parts, largest.rows, largest.per_step, num_gpus)
+
+
+def meta_models(inputs: Inputs) -> tuple[TargetModel, EagleNetwork]:
+    """Shapes without storage."""
+    with torch.device("meta"):
+        target = TargetModel(inputs.sizes)
+        return target, EagleNetwork(inputs.head, shared_tables(target))
+
+
+def target_bytes(target: TargetModel, itemsize: int, *, tables_alone: bool) -> int:
+    weights = sum(p.numel() for p in target.parameters())
+    layers = sum(p.numel() for p in target.layers.parameters()) if tables_alone else 0
+    return (weights - layers) * itemsize
+
+
+def largest_pass(inputs: Inputs, network: EagleNetwork, loaded: int, device: DeviceType) -> Pass:
+    """Drawn from the data, as the run will draw; padded as on that device."""
+    recipe = inputs.recipe
+    planner = build_planner(recipe, inputs.head.max_speculative_tokens)
+    if recipe.run.partitions == "auto" and recipe.run.memory_gib is not None:
+        budget, itemsize = int(recipe.run.memory_gib * 2**30), 2 if device == "cuda" else 4
+        compiled = device == "cuda" and recipe.run.compile
+        planner.max_rows = rows_that_fit(
+            inputs, network, loaded, budget, itemsize, compiled=compiled
+        )
+    drawn = draw_rows(inputs, planner)
+    if device == "cuda":
+        planner.shapes = measure_shapes(drawn, planner, recipe)
+        drawn = draw_rows(inputs, planner)
+    rows = max(len(s.positions) for planned in drawn for s in planned.segments)
+    return Pass(rows, max(len(p.segments) for p in drawn) * recipe.data.rows_per_step)
+
+
+def shared_out(
+    parts: dict[str, int], network: EagleNetwork, recipe: Recipe, num_gpus: int, passes: int
+) -> dict[str, int]:
+    """What one of several GPUs holds of weights, gradients and moments."""
+    weights, gradients = parts["drafter's weights"], parts["gradients"]
+    if num_gpus == 1:
+        return parts
+    if recipe.run.sharding == "ddp":
+        return parts | {"gradients": 2 * gradients}  # the buckets in which they are exchanged
+    layers = [_bytes(layer) for layer in network.layers]
+    # The root stays whole between forward and backward; layers come and go.
+    whole = _bytes(network) - sum(layers) + GATHERED_LAYERS * max(layers)
+    # Before the last pass of a step gradients are not exchanged, and so not shared out.
+    own = gradients if passes > 1 else gradients // num_gpus + GATHERED_LAYERS * max(layers)
+    moments = parts["AdamW's moments"] // num_gpus
+    shares = {"drafter's weights": weights // num_gpus + whole, "gradients": own}
+    return parts | shares | {"AdamW's moments": moments}
+
+
+def moment(
+    recipe: Recipe,
+    config: HeadConfig,
+    target: DecoderConfig,
+    rows: int,
+    itemsize: int,
+    *,
+    compiled: bool,
+) -> dict[str, int]:
+    """The larger of a step's two moments: the target's pass, or the drafter's backward."""
+    num_tokens = recipe.data.tokens_per_row
+    per_row = row_bytes(
+        config,
+        itemsize,
+        activation_checkpointing=recipe.run.activation_checkpointing,
+        compiled=compiled and config.method == "p-eagle",
+    )
+    kept = ", checkpointed" if recipe.run.activation_checkpointing else ""
+    drafter = {
+        f"features of {num_tokens} tokens": feature_bytes(config, num_tokens, itemsize),
+        f"activations of {rows} rows{kept}": rows * per_row,
+        f"loss of {recipe.loss.chunk_rows} rows": loss_bytes(
+            config, recipe.loss.chunk_rows, itemsize, compiled=compiled
+        ),
+    }
+    if recipe.data.features is not None:
+        return drafter
+    aux_hidden_states = len(config.aux_hidden_state_layer_ids)
+    width = (2 * aux_hidden_states + 4) * target.hidden_size + 4 * target.intermediate_size
+    running = {f"target's pass over {num_tokens} tokens": num_tokens * width * itemsize}
+    return max(drafter, running, key=lambda parts: sum(parts.values()))
+
+
+def dense_mask_bytes(config: HeadConfig, rows: int, recipe: Recipe) -> int:
+    """The mask and the distances, and the float mask that each layer keeps."""
+    kept = 1 if recipe.run.activation_checkpointing else config.num_hidden_layers
+    return rows * rows * (1 + 8 + 4 * kept)
+
+
+def rows_that_fit(
+    inputs: Inputs, network: EagleNetwork, taken: int, budget: int, itemsize: int, *, compiled: bool
+) -> int:
+    """For `partitions: auto`: rows of one segment. `taken` bytes are the target's."""
+    recipe, config = inputs.recipe, network.config
+    fixed = taken + fixed_bytes(
+        network, recipe.data.tokens_per_row, recipe.loss.chunk_rows, itemsize, compiled=compiled
+    )
+    per_row = row_bytes(
+        config,
+        itemsize,
+        activation_checkpointing=recipe.run.activation_checkpointing,
+        compiled=compiled,
+    )
+    rows = max_rows(budget, fixed, per_row, inputs.longest + config.max_speculative_tokens)
+    return rows - rows % SEGMENT_MULTIPLE or rows
+
+
+def max_rows(budget: int, fixed: int, per_row: int, least: int) -> int:
+    """Rows of one segment that fit into `budget` bytes; `least` are the longest document's."""
+    rows = (budget - fixed) // per_row
+    if rows < least:
+        raise ConfigError(
+            f"{budget / 2**30:.1f} GiB do not hold the {least} rows of the longest document: "
+            f"{fixed / 2**30:.1f} are taken and {least * per_row / 2**30:.1f} needed",
+            hint="lower data.tokens_per_row or loss.chunk_rows, "
+            "or set run.activation_checkpointing=true",
+        )
+    return rows
+
+
+def fixed_bytes(
+    network: EagleNetwork,
+    num_tokens: int,
+    chunk_rows: int,
+    itemsize: int,
+    *,
+    compiled: bool = False,
+) -> int:
+    """All that does not grow with the rows of a pass, the target's weights left out."""
+    config = network.config
+    loss = loss_bytes(config, chunk_rows, itemsize, compiled=compiled)
+    features = feature_bytes(config, num_tokens, itemsize)
+    return sum(state_bytes(network, itemsize).values()) + features + loss
+
+
+def usable_memory(device: torch.device) -> int:
+    """What this process may have of a GPU: what it holds and what is free."""
+    if device.type != "cuda":
+        raise ConfigError(
+            "partitions: auto needs a budget on CPU", hint="set run.memory_gib, or a number"
+        )
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device)
 
 
 def row_bytes(
@@ -37,8 +229,8 @@ def row_bytes(
     first = size * (2 * precise + itemsize)  # layer 0 has a third norm, for fp32 embeddings
     if activation_checkpointing:  # layers' inputs, and one layer that is computed again
         return inputs + layers * size * itemsize + layer + first + working
-    charged = size * (2 * precise + 4 * itemsize)  # the final norm, and the loss's gradient
-    return inputs + layers * layer + first + charged + working
+    loss_rows = size * (2 * precise + 4 * itemsize)  # the final norm, and the loss's gradient
+    return inputs + layers * layer + first + loss_rows + working
 
 
 def layer_bytes(config: HeadConfig, itemsize: int, *, compiled: bool) -> int:
@@ -98,39 +290,5 @@ def state_bytes(network: EagleNetwork, itemsize: int) -> dict[str, int]:
     }
 
 
-def fixed_bytes(
-    network: EagleNetwork,
-    num_tokens: int,
-    chunk_rows: int,
-    itemsize: int,
-    *,
-    compiled: bool = False,
-) -> int:
-    """All that does not grow with the rows of a pass, the target's weights left out."""
-    config = network.config
-    loss = loss_bytes(config, chunk_rows, itemsize, compiled=compiled)
-    features = feature_bytes(config, num_tokens, itemsize)
-    return sum(state_bytes(network, itemsize).values()) + features + loss
-
-
-def max_rows(budget: int, fixed: int, per_row: int, least: int) -> int:
-    """Rows of one segment that fit into `budget` bytes; `least` are the longest document's."""
-    rows = (budget - fixed) // per_row
-    if rows < least:
-        raise ConfigError(
-            f"{budget / 2**30:.1f} GiB do not hold the {least} rows of the longest document: "
-            f"{fixed / 2**30:.1f} are taken and {least * per_row / 2**30:.1f} needed",
-            hint="lower data.tokens_per_row or loss.chunk_rows, "
-            "or set run.activation_checkpointing=true",
-        )
-    return rows
-
-
-def usable_memory(device: torch.device) -> int:
-    """What this process may have of a GPU: what it holds and what is free."""
-    if device.type != "cuda":
-        raise ConfigError(
-            "partitions: auto needs a budget on CPU", hint="set run.memory_gib, or a number"
-        )
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device)
+def _bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.itemsize for p in module.parameters())

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 from peagle.config import from_mapping
 from peagle.errors import ConfigError
@@ -190,12 +188,12 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(options, dict):
-        raise ConfigError(f"{path} is no recipe", hint="it should hold sections, as in recipes/")
+        raise ConfigError(f"{path} is not a recipe", hint="it should hold sections, as in recipes/")
     for override in overrides:
         name, equals, value = override.partition("=")
         section, dot, key = name.partition(".")
         if not (equals and dot):
-            raise ConfigError(f"{override!r} is no override", hint="write section.key=value")
+            raise ConfigError(f"{override!r} is not an override", hint="write section.key=value")
         values = options.setdefault(section, {})
         if not isinstance(values, dict):
             raise ConfigError(f"section {section!r} of the recipe is not a mapping")
@@ -213,46 +211,13 @@ def _yaml_value(override: str, value: str) -> Any:
 
 
 def recipe_from(options: Mapping[str, Any]) -> Recipe:
-    hints = get_type_hints(Recipe)
-    sections = {}
-    for name, values in options.items():
-        if name in hints:
-            if not isinstance(values, Mapping):
-                raise ConfigError(f"section {name!r} of the recipe is not a mapping")
-            values = from_mapping(hints[name], _typed(hints[name], name, values), name)
-        sections[name] = values
-    return from_mapping(Recipe, sections, "the recipe")
+    return from_mapping(Recipe, options, "the recipe")
 
 
 def vllm_section(pairs: Sequence[str]) -> VllmSection:
     """From `key=value` alone, for a command without a recipe."""
-    import yaml
-
-    values = {key: yaml.safe_load(value) for key, _, value in (p.partition("=") for p in pairs)}
-    return from_mapping(VllmSection, _typed(VllmSection, "vllm", values), "vllm")
-
-
-def _typed(section: type, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values as the section's fields want them, or an error that names the key."""
-    hints = get_type_hints(section)
-    return {
-        key: _convert(value, hints[key], f"{name}.{key}") if key in hints else value
-        for key, value in values.items()
-    }
-
-
-def _convert(value: Any, wanted: Any, name: str) -> Any:
-    options = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
-    for option in options:
-        if get_origin(option) is Literal and value in get_args(option):
-            return value
-        if get_origin(option) is tuple and isinstance(value, list):
-            return tuple(value)
-        if option is float and not isinstance(value, bool):
-            # YAML reads 1e-4, without a dot, as a string.
-            with contextlib.suppress(TypeError, ValueError):
-                return float(value)
-        if isinstance(option, type) and type(value) is option:
-            return value
-    allowed = " or ".join(str(getattr(o, "__name__", o)) for o in options)
-    raise ConfigError(f"{name}={value!r} is not {allowed}")
+    values = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        values[key] = _yaml_value(pair, value)
+    return from_mapping(VllmSection, values, "vllm")

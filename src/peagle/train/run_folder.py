@@ -1,26 +1,48 @@
-"""The folder of a run: who may start in it, and what is written into it.
+"""The folder of a run: who may start in it, what is written into it, and how a run goes on from it.
 
 RUN/recipe.json provenance.json   what was run, where and from which commit
 RUN/metrics.jsonl curves.png      one line per log and per evaluation; TensorBoard beside it
-RUN/checkpoints/                  to resume from
 RUN/head/                         the best head so far, by acceptance length on held-out rows
+RUN/checkpoints/step-00000500/    to resume from: atomic, newest good one first, no pickle
+    network.safetensors           fp32 master weights
+    optimizer.safetensors         moments, by parameter name
+    state.json                    step, seconds, best, SHA-256 of the others
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from peagle.checkpoints.heads import save_head
 from peagle.errors import TrainingError
-from peagle.files import write_json
+from peagle.files import atomic_folder, remove_all_leftovers, write_json
 from peagle.provenance import provenance
-from peagle.train.distributed import rank, total, whole_network
-from peagle.train.run_state import Progress, prune, restore_newest, save_state
+from peagle.train.distributed import like, rank, total, whole, whole_network
 from peagle.train.setup import Setup
+
+logger = logging.getLogger(__name__)
+NETWORK, OPTIMIZER, STATE = "network.safetensors", "optimizer.safetensors", "state.json"
+
+
+class RunProgress(NamedTuple):
+    """Where a run stands; with the recipe's seed it fixes every later row and draw."""
+
+    step: int = 0
+    seconds: float = 0.0  # spent in steps
+    best: float = 0.0  # acceptance length of the best evaluated step
+    best_step: int = -1
 
 
 class RunFolder:
@@ -32,7 +54,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.head = self.path / "head"
 
-    def start(self, *, resume: bool) -> Progress:
+    def start(self, *, resume: bool) -> RunProgress:
         """Where the run begins: the newest good checkpoint, or nothing."""
         old = None
         if resume:
@@ -47,9 +69,9 @@ class RunFolder:
             with self.writing():
                 write_json(self.path / "recipe.json", self.setup.recipe.as_dict())
                 write_json(self.path / "provenance.json", provenance(probe_torch=True))
-        return old or Progress()
+        return old or RunProgress()
 
-    def save_state(self, progress: Progress) -> None:
+    def save_state(self, progress: RunProgress) -> None:
         setup = self.setup
         with self.writing():
             newest = save_state(self.checkpoints, setup.network, setup.trainer.optimizer, progress)
@@ -77,3 +99,108 @@ class RunFolder:
                 f"cannot write to {self.path}: {error}",
                 hint="checkpoints written before are good: make room and go on with --resume",
             ) from error
+
+
+def save_state(
+    folder: Path, network: nn.Module, optimizer: torch.optim.Optimizer, progress: RunProgress
+) -> Path:
+    """All processes call this; the first one writes."""
+    path = folder / f"step-{progress.step:08d}"
+    weights = _gathered(trained_weights(network))
+    moments = _gathered(_optimizer_tensors(network, optimizer))
+    if rank() > 0:
+        return path
+    with atomic_folder(path) as temporary:
+        save_file(weights, temporary / NETWORK)
+        save_file(moments, temporary / OPTIMIZER)
+        hashes = {name: _sha256(temporary / name) for name in (NETWORK, OPTIMIZER)}
+        state = {"progress": progress._asdict(), "sha256": hashes}
+        (temporary / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def restore_newest(
+    folder: Path, network: nn.Module, optimizer: torch.optim.Optimizer
+) -> RunProgress | None:
+    """Loads the newest checkpoint that is whole; None where there is none."""
+    if rank() == 0:
+        remove_all_leftovers(folder)
+    for path in sorted(folder.glob("step-*"), reverse=True):
+        state = _read_state(path)
+        if state is None:
+            logger.warning("checkpoint %s is damaged; trying the one before", path)
+            continue
+        _load_weights(network, load_file(path / NETWORK), path)
+        _load_optimizer(network, optimizer, load_file(path / OPTIMIZER))
+        return RunProgress(**state["progress"])
+    return None
+
+
+def prune(newest: Path, keep: int) -> None:
+    """Keeps the last checkpoints up to `newest`; one beyond it is damaged or of no use."""
+    paths = sorted(newest.parent.glob("step-*"))
+    kept = [path for path in paths if path <= newest][-keep:]
+    for path in paths:
+        if path not in kept:
+            shutil.rmtree(path)
+
+
+def trained_weights(network: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
+
+
+def _optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    tensors = {}
+    for name, parameter in network.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{name}/{key}"] = value
+    return tensors
+
+
+def _load_weights(network: nn.Module, stored: dict[str, Tensor], path: Path) -> None:
+    weights = trained_weights(network)
+    fits = weights.keys() == stored.keys() and all(
+        weight.shape == stored[name].shape for name, weight in weights.items()
+    )
+    if not fits:
+        raise TrainingError(
+            f"{path} was written with other head sizes than this recipe's",
+            hint="resume with the recipe in RUN/recipe.json, or set run.folder to a new folder",
+        )
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(like(stored[name], weight))
+
+
+def _load_optimizer(
+    network: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
+) -> None:
+    parameters = dict(network.named_parameters())
+    for full_name, value in tensors.items():
+        name, _, key = full_name.rpartition("/")
+        parameter = parameters[name]
+        # AdamW keeps its step count where the parameter is when fused, else on the CPU.
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        if key == "step":
+            optimizer.state[parameter][key] = value.to(parameter.device if fused else "cpu")
+        else:
+            optimizer.state[parameter][key] = like(value.to(parameter.device), parameter)
+
+
+def _gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: whole(t.detach()).contiguous().clone() for name, t in tensors.items()}
+
+
+def _read_state(path: Path) -> dict[str, Any] | None:
+    """The checkpoint's state.json if every file is there and unharmed."""
+    try:
+        state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+        whole = all(_sha256(path / name) == value for name, value in state["sha256"].items())
+    except (OSError, ValueError, KeyError):
+        return None
+    return state if whole else None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from peagle.checkpoints.layerless import load_layerless
 from peagle.checkpoints.references import resolve_model
 from peagle.checkpoints.targets import load_target
 from peagle.data.dataset import Dataset
+from peagle.errors import ConfigError
+from peagle.evaluate.evaluator import Evaluator
 from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel
-from peagle.train.batches import Batches
-from peagle.train.compiling import checkpoint_activations, compile_layers
-from peagle.train.devices import pick_device
+from peagle.teacher_forcing.draft_model import DraftModel, autocast
+from peagle.teacher_forcing.features import FeatureSource, OnlineFeatures
+from peagle.teacher_forcing.partition import Shapes
+from peagle.train.batches import Batches, draw_rows, measure_shapes
 from peagle.train.distributed import rank, start_from_environment, world_size, wrap
-from peagle.train.evaluate import Evaluator
-from peagle.train.features import FeatureSource
+from peagle.train.features.capture import StoredFeatures
+from peagle.train.features.vllm_server import RequiredStates, open_features
 from peagle.train.head import build_network
 from peagle.train.inputs import Inputs, open_inputs, read_inputs, reads_layers
 from peagle.train.losses import ChunkedLoss
-from peagle.train.memory import usable_memory
-from peagle.train.objective import DraftModel, Planner
+from peagle.train.memory import rows_that_fit, usable_memory
 from peagle.train.optimizer import build_optimizer
-from peagle.train.planning import (
-    build_planner,
-    draft_ids,
-    draw_rows,
-    measure_shapes,
-    rows_that_fit,
-)
+from peagle.train.planner import Planner, build_planner, draft_ids
 from peagle.train.recipe import Recipe
-from peagle.train.segments import Shapes
-from peagle.train.sources import feature_source
-from peagle.train.trainer import Trainer, autocast
+from peagle.train.trainer import Trainer
 
 
 @dataclass
@@ -61,12 +60,12 @@ def build(recipe: Recipe) -> Setup:
 
 
 def assemble(recipe: Recipe, target: TargetModel, rope: dict[str, Any]) -> Setup:
-    """The same with a target at hand."""
+    """Sets a run up with a target that is already loaded."""
     return put_together(open_inputs(recipe, target.config, rope), target)
 
 
 def put_together(inputs: Inputs, target: TargetModel) -> Setup:
-    """Numbered, because the order matters."""
+    """The parts in an order that matters."""
     # 1. Models
     recipe, dataset = inputs.recipe, inputs.dataset
     target.requires_grad_(False)
@@ -105,8 +104,64 @@ def put_together(inputs: Inputs, target: TargetModel) -> Setup:
     batches = build_batches(inputs, planner, source)
     evaluator = None
     if inputs.held_out:
-        evaluator = build_evaluator(recipe, dataset, inputs.held_out, trainer, planner.shapes)
+        evaluator = held_out_evaluator(recipe, dataset, inputs.held_out, trainer, planner.shapes)
     return Setup(recipe, target, network, dataset, batches, trainer, evaluator)
+
+
+def pick_device(name: str) -> torch.device:
+    """Under torchrun each process takes the GPU of its local rank, unless one is named."""
+    try:
+        device = None if name == "auto" else torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"run.device={name!r} is unknown", hint="use cpu or cuda") from None
+    if device is not None and device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        if device is not None:
+            raise ConfigError(f"run.device={name}, but torch sees no GPU", hint="run.device=cpu")
+        return torch.device("cpu")
+    if device is None or device.index is None:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def feature_source(
+    recipe: Recipe, target: TargetModel, network: EagleNetwork, dataset: Dataset
+) -> FeatureSource:
+    aux_hidden_states = network.config.aux_hidden_state_layer_ids
+    if recipe.data.features is None:
+        return OnlineFeatures(target, aux_hidden_states)
+    table = target.embed_tokens.weight
+    if recipe.data.features == "vllm":
+        need = RequiredStates(
+            recipe.target.model,
+            target.config,
+            aux_hidden_states,
+            int(dataset.lengths.max()),
+            table.dtype,
+        )
+        log = Path(recipe.run.folder) / "vllm.log"
+        return open_features(recipe.vllm, need, target, log, world_size=world_size())
+    return StoredFeatures(
+        Path(recipe.data.features), recipe.target.model, aux_hidden_states, dataset, table
+    )
+
+
+def compile_layers(target: TargetModel, network: EagleNetwork) -> None:
+    """Layer by layer: all layers of a kind share one compilation."""
+    for layer in target.layers:
+        layer.compile(dynamic=False)
+    if network.config.method == "p-eagle":
+        for layer in network.layers:
+            layer.compile(dynamic=False)
+
+
+def checkpoint_activations(layers: nn.ModuleList, *, compiled: bool) -> None:
+    """Keeps only each layer's input and computes the rest again in backward."""
+    for layer in layers:
+        forward = torch.compile(layer.forward, dynamic=False) if compiled else layer.forward
+        layer.forward = functools.partial(checkpoint, forward, use_reentrant=False)
 
 
 def affordable_rows(
@@ -126,7 +181,7 @@ def build_batches(inputs: Inputs, planner: Planner, source: FeatureSource) -> Ba
     return Batches(inputs.dataset, inputs.train, capacity, planner, seed, source, **processes)
 
 
-def build_evaluator(
+def held_out_evaluator(
     recipe: Recipe, dataset: Dataset, held_out: list[int], trainer: Trainer, shapes: Shapes
 ) -> Evaluator:
     network = trainer.model.network

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from peagle.train.distributed import (
-    add_up,
-    exchange,
-    missing_passes,
-    total,
-    whole,
-    world_size,
-)
-from peagle.train.features import Features, FeatureSource
+from peagle.teacher_forcing.draft_model import DraftModel, autocast
+from peagle.teacher_forcing.features import Features, FeatureSource
+from peagle.teacher_forcing.partition import Segment
+from peagle.train.distributed import add_up, exchange, missing_passes, total, whole, world_size
 from peagle.train.losses import ChunkedLoss, Tables, Truth
-from peagle.train.objective import DraftModel, PlannedRow
 from peagle.train.optimizer import set_learning_rate
-from peagle.train.partition import Segment
+from peagle.train.planner import PlannedRow
 
 
 class Metrics(NamedTuple):
@@ -29,7 +22,7 @@ class Metrics(NamedTuple):
 
     steps: int
     tokens: int
-    charged: float  # elements that the loss counts
+    loss_rows: float  # rows that the loss counts
     num_cut: int  # elements that were drawn and had no room in the padded shapes
     loss: float
     gradient_norm: float
@@ -37,7 +30,7 @@ class Metrics(NamedTuple):
 
     @property
     def cut_share(self) -> float:
-        return self.num_cut / max(self.num_cut + self.charged, 1.0)
+        return self.num_cut / max(self.num_cut + self.loss_rows, 1.0)
 
 
 class Trainer:
@@ -84,7 +77,7 @@ class Trainer:
         self._steps += 1
 
     def _idle_segments(self, rows: Sequence[PlannedRow]) -> list[Segment]:
-        """Passes that charge nothing, so that all processes have as many."""
+        """Passes without loss rows, so that all processes have as many."""
         own = sum(len(planned.segments) for planned in rows)
         last = rows[-1].segments[-1]
         nothing = last._replace(weights=torch.zeros_like(last.weights))
@@ -106,11 +99,11 @@ class Trainer:
 
     def _observe(self, segment: Segment, loss: Tensor, matches: Tensor) -> None:
         """Counts on the device: reading them here would make the GPU wait for Python."""
-        depth = segment.charged_depth.long()
-        charged = (segment.weights > 0).to(self._matched.dtype)
+        depth = segment.loss_depth.long()
+        counted = (segment.weights > 0).to(self._matched.dtype)
         self.loss_sum += loss
-        self._counted.index_add_(0, depth, charged)
-        self._matched.index_add_(0, depth, charged * matches)
+        self._counted.index_add_(0, depth, counted)
+        self._matched.index_add_(0, depth, counted * matches)
 
     def take_metrics(self) -> Metrics:
         steps = max(self._steps, 1)
@@ -120,7 +113,7 @@ class Trainer:
         metrics = Metrics(
             steps=self._steps,
             tokens=round(total(self._tokens, self.device)),
-            charged=float(self._counted.sum()),
+            loss_rows=float(self._counted.sum()),
             num_cut=round(total(self._cut, self.device)),
             loss=float(self.loss_sum) / steps,
             gradient_norm=float(self._norm) / steps,
@@ -146,7 +139,3 @@ class Trainer:
 def sum_of_documents(planned: PlannedRow) -> int:
     """Tokens of the packed row that are not padding."""
     return int((planned.row.document < len(planned.row.indices)).sum())
-
-
-def autocast(device: torch.device, dtype: torch.dtype | None) -> Callable[[], Any]:
-    return functools.partial(torch.autocast, device.type, dtype=dtype, enabled=dtype is not None)

@@ -146,7 +146,7 @@ def tables_of(blocks: list[int], count: int) -> list[BlockTable]:
     lengths=st.lists(st.integers(1, PER_SEQUENCE * BLOCK), min_size=1, max_size=3),
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 4),
-    dim=st.sampled_from([8, 24, 64, 72, 128]),
+    dim=st.sampled_from([8, 24, 64, 72, 128, 192]),
     scattered=st.booleans(),
     window=st.sampled_from([None, 1, 7, 32, 33, 100]),
     scale=st.sampled_from([0.1, 1.0, 8.0]),
@@ -223,6 +223,31 @@ def test_scores_far_below_zero_in_the_first_tile_do_not_vanish() -> None:
     out = cache.attention([table], [Span(0, 0, 40)])(0, q, k, v, None)
     means = v.cumsum(0) / torch.arange(1, 41)[:, None, None]
     torch.testing.assert_close(out, means, **near(terms=40))
+
+
+def test_a_first_tile_of_minus_infinity_adds_nothing_to_the_tiles_behind_it() -> None:
+    """As in torch: such keys have no weight, and a row that sees no other key is NaN."""
+    q, k, v = torch.ones(40, 1, 8), normal(40, 1, 8, seed=1), normal(40, 1, 8, seed=2)
+    k[:32, 0, 5] = -INF  # a whole tile of scores
+    cache, (table,) = poisoned_cache(1, 8), tables_of(list(range(NUM_BLOCKS)), 1)
+    out = cache.attention([table], [Span(0, 0, 40)])(0, q, k, v, None)
+    assert out[:32].isnan().all()
+    alone = causal_attention(torch.arange(8))(0, q[32:], k[32:], v[32:], None)
+    torch.testing.assert_close(out[32:], alone, **near(terms=8))
+
+
+@pytest.mark.parametrize("wide", [64, 256])
+def test_a_head_of_whole_groups_of_registers_equals_a_narrow_one_repeated(wide: int) -> None:
+    """A head of 16 is summed one vector at a time, the others eight at a time with no rest."""
+    narrow, growth = 16, wide // 16
+    q, k, v = (normal(70, heads, narrow, seed=n) for n, heads in enumerate((2, 1, 1)))
+    table = tables_of(list(range(NUM_BLOCKS)), 1)
+    expected = poisoned_cache(1, narrow).attention(table, [Span(0, 0, 70)])(0, q, k, v, None)
+    # Scores are divided by the root of the head size; what zeros widen adds nothing to them.
+    q, k = (F.pad(x, (0, wide - narrow)) for x in (q * growth**0.5, k))
+    run = poisoned_cache(1, wide).attention(table, [Span(0, 0, 70)])
+    out = run(0, q, k, v.repeat(1, 1, growth), None)
+    torch.testing.assert_close(out, expected.repeat(1, 1, growth), **near(terms=70))
 
 
 @given(size=st.integers(2, 130), first=st.integers(0, 6), count=st.integers(1, 3))

@@ -1,0 +1,66 @@
+"""docs/cli.md, written by typer from the commands themselves.
+
+    python docs/cli_page.py
+
+A test compares the page with what this script would write.
+"""
+
+from __future__ import annotations
+
+import html
+import subprocess
+import sys
+from pathlib import Path
+
+PAGE = Path(__file__).with_name("cli.md")
+
+INTRODUCTION = """\
+<!-- Written by docs/cli_page.py. Do not edit. -->
+# Command line
+
+- `MODEL` is a folder in Hugging Face's layout, a Hugging Face id, or the built-in `smollm2-135m`. A
+  `HEAD` is a folder, a Hugging Face id, or a name that `peagle heads` lists. Flags are vLLM's where
+  vLLM has one.
+- Data goes to stdout, everything else to stderr. With `--json` the last line of stdout is one JSON
+  document.
+- `--prompts-file` takes one prompt per line, as text or as JSON objects with `prompt`, `messages`
+  or `turns` (the first is used); `-` is stdin. A line that cannot be answered is named on stderr,
+  the others are answered, and the exit code is 2.
+
+Exit codes:
+
+- 0: done.
+- 1: a check failed (`demo` or `bench --batch-invariant` found a different answer, `bench compare` a
+  regression, `doctor` an error), or it is a bug of ours.
+- 2: the command or an input was wrong; stderr has one line and a hint.
+- 130: Ctrl-C.
+
+| environment variable | meaning |
+|---|---|
+| `PEAGLE_CACHE` | where models, exports and compiled kernels are kept (`~/.cache/peagle`) |
+| `PEAGLE_DEBUG=1` | tracebacks |
+| `PEAGLE_LOG_LEVEL` | as `-v`: `INFO`, `DEBUG` |
+| `PEAGLE_CPU_KERNELS=0` | torch's operations instead of the C kernels |
+| `PEAGLE_CFLAGS` | more flags for the compiler of the C kernels |
+
+"""
+
+
+def cli_page() -> str:
+    command = [
+        sys.executable,
+        "-m",
+        "typer",
+        "peagle.cli.main",
+        "utils",
+        "docs",
+        "--name",
+        "peagle",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    reference = html.unescape(done.stdout).strip()  # outside of code nothing looks like a tag
+    return INTRODUCTION + reference.replace("# `peagle`", "## `peagle`", 1) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(cli_page(), encoding="utf-8")

@@ -1,0 +1,245 @@
+"""What in a dataset or a head silently costs acceptance, compared with the target they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from peagle.checkpoints.heads import read_head_config, resolve_head
+from peagle.checkpoints.references import load_config, load_tokenizer, resolve_model
+from peagle.config import EngineConfig
+from peagle.data.chat import template_fingerprint, template_frame, tokenizer_fingerprint
+from peagle.data.dataset import Dataset
+from peagle.data.packing import lay_out
+from peagle.data.summary import share, spread, supervised_per_row
+from peagle.errors import PeagleError
+from peagle.evaluate.offline import Pair, evaluate_pair, load_pair
+from peagle.models.head_config import HeadConfig
+from peagle.models.target import default_aux_hidden_state_layers
+from peagle.prepare.dataset_spec import recorded_params
+from peagle.teacher_forcing.partition import supervised_runs
+from peagle.train.cod import retentions
+from peagle.train.recipe import CodSection, HeadSection
+
+SAMPLE = 512  # rows that are read in full
+Rows = list[tuple[Tensor, Tensor]]  # token ids and mask of each
+EVALUATED_TOKENS = 8192
+EVALUATED_DEPTH = 4
+Level = Literal["error", "warning", "ok"]
+
+
+class Finding(NamedTuple):
+    level: Level
+    check: str
+    message: str
+    hint: str | None = None
+
+
+def graded(
+    check: str, message: str, *, warning: bool, error: bool = False, hint: str | None = None
+) -> Finding:
+    """The worst level that holds; the hint is for those who need one."""
+    if error:
+        return Finding("error", check, message, hint)
+    return Finding("warning", check, message, hint) if warning else Finding("ok", check, message)
+
+
+def guarded(check: str, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """What a check cannot even look at is a finding, too."""
+    try:
+        yield from findings
+    except PeagleError as error:
+        yield Finding("error", check, error.message, error.hint)
+
+
+def examine_data(folder: Path, model: str) -> Iterator[Finding]:
+    dataset = Dataset(folder)
+    target = resolve_model(model)
+    tokenizer, config = load_tokenizer(target), load_config(target)
+    rows = sample_rows(dataset)
+    yield from check_fingerprints(dataset.manifest["made_by"], model, tokenizer)
+    yield from check_frame(rows, tokenizer)
+    yield check_vocabulary(rows, int(config.vocab_size))
+    yield from check_mask(dataset, rows)
+    yield from check_answers(dataset)
+    yield check_lengths(dataset, int(config.max_position_embeddings))
+    yield check_loss_shares(rows, HeadSection.max_speculative_tokens)
+
+
+def sample_rows(dataset: Dataset) -> Rows:
+    """Evenly over the dataset."""
+    step = max(len(dataset) // SAMPLE, 1)
+    picked = [dataset[i] for i in range(0, len(dataset), step)]
+    return [(torch.as_tensor(r.token_ids), torch.as_tensor(r.loss_mask).bool()) for r in picked]
+
+
+def check_fingerprints(made_by: dict[str, Any], model: str, tokenizer: Any) -> Iterator[Finding]:
+    again = "prepare the data again with this target"
+    if not same_target(str(made_by.get("target")), model):
+        message = f"the answers are {made_by.get('target')}'s, not {model}'s"
+        yield Finding("warning", "target", message, "fine if both name the same model")
+    pairs = (
+        ("tokenizer", tokenizer_fingerprint(tokenizer)),
+        ("chat_template", template_fingerprint(tokenizer)),
+    )
+    for name, its in pairs:
+        what = name.replace("_", " ")
+        if name not in made_by:
+            yield Finding("warning", what, "the manifest does not say which was used", again)
+        elif made_by[name] == its:
+            yield Finding("ok", what, "that of the target")
+        elif made_by[name] is None:
+            message = "the prompts were not templated, served ones will be"
+            yield Finding("warning", what, message, "prepare without --raw")
+        else:
+            yield Finding("error", what, "not that of the target", again)
+
+
+def same_target(recorded: str, model: str) -> bool:
+    """Two references, one of which may be the folder that the other stands for."""
+    return recorded == model or Path(recorded) == resolve_model(model)
+
+
+def check_frame(rows: Rows, tokenizer: Any) -> Iterator[Finding]:
+    """Do rows begin, and answers follow, as the template writes it? Needs no manifest."""
+    if not tokenizer.chat_template:
+        return
+    start, end = template_frame(tokenizer)
+    begins = [tokens[: len(start)].tolist() == start for tokens, _ in rows]
+    hint = "prepare with this target's chat template: it is what serving sends"
+    wrong = 1 - sum(begins) / len(begins)
+    message = f"{wrong:.0%} of the rows do not begin as the target's template does"
+    yield graded("row start", message, warning=wrong > 0, error=wrong > 0.5, hint=hint)
+    firsts = [(tokens, int(mask.int().argmax())) for tokens, mask in rows if mask.any()]
+    ends = [tokens[max(at - len(end), 0) : at].tolist() == end for tokens, at in firsts]
+    wrong = 1 - sum(ends) / max(len(ends), 1)
+    message = f"{wrong:.0%} of the answers do not start right behind the template's prompt"
+    hint = "the mask must begin with the first generated token"
+    yield graded("answer start", message, warning=wrong > 0, error=wrong > 0.5, hint=hint)
+
+
+def check_vocabulary(rows: Rows, vocab_size: int) -> Finding:
+    largest = max(int(tokens.max()) for tokens, _ in rows)
+    message = f"the largest token id is {largest}, the target has {vocab_size}"
+    hint = "the data was made with another tokenizer: prepare it again"
+    return graded("token ids", message, warning=False, error=largest >= vocab_size, hint=hint)
+
+
+def check_mask(dataset: Dataset, rows: Rows) -> Iterator[Finding]:
+    nothing = sum(not mask.any() for _, mask in rows) / len(rows)
+    message = f"{nothing:.0%} of the rows supervise nothing"
+    hint = "they cost training time and teach nothing: drop them"
+    yield graded("mask", message, warning=nothing > 0, hint=hint)
+    prompt = sum(bool(mask[0]) for _, mask in rows) / len(rows)
+    message = f"{prompt:.0%} of the rows supervise their first token, which is the prompt's"
+    hint = "the mask must be 1 on tokens that the target generated, and on no others"
+    yield graded("mask on prompts", message, warning=prompt > 0, error=prompt > 0.01, hint=hint)
+
+
+def check_answers(dataset: Dataset) -> Iterator[Finding]:
+    clipped, looping = share(dataset, "clipped"), share(dataset, "looping")
+    hint = "raise --max-tokens: the head never sees how long answers end"
+    yield graded(
+        "clipped",
+        f"{clipped:.0%} of the rows have a clipped answer",
+        warning=clipped > 0.3,
+        hint=hint,
+    )
+    hint = "loops are learnt in no time: prepare --cut-loops, or train with data.skip_looping"
+    yield graded("loops", f"{looping:.0%} of the rows loop", warning=looping > 0.2, hint=hint)
+
+
+def check_lengths(dataset: Dataset, context: int) -> Finding:
+    rows, answers = spread(dataset.lengths), spread(supervised_per_row(dataset))
+    message = (
+        f"rows have {rows['mean']:.0f} tokens, the longest {rows['max']}; answers "
+        f"{answers['mean']:.0f}; the target's context is {context}"
+    )
+    hint = "acceptance falls beyond the lengths trained: prepare longer conversations or answers"
+    return graded("lengths", message, warning=4 * rows["max"] < context, hint=hint)
+
+
+def check_loss_shares(rows: Rows, depths: int) -> Finding:
+    """What each depth weighs in the loss, under the recipes' default COD."""
+    counts = torch.zeros(depths, dtype=torch.double)
+    for tokens, mask in rows:
+        runs = supervised_runs(lay_out([tokens], [mask], [0], len(tokens)))
+        counts += (runs[:, None] > torch.arange(depths)).sum(0)
+    counts *= retentions(depths, CodSection.retention, CodSection.floor)
+    shares = counts / counts.sum().clamp(min=1)
+    listed = " ".join(f"{x:.2f}" for x in shares.tolist())
+    hint = "deep drafts are hardly trained: raise cod.retention or cod.floor, or longer answers"
+    message = f"share of the loss per depth with cod.retention={CodSection.retention}: {listed}"
+    return graded("loss shares", message, warning=float(shares[-1]) < 0.02, hint=hint)
+
+
+def examine_head(
+    head: str, model: str, config: EngineConfig, data: Path | None
+) -> Iterator[Finding]:
+    head_config = read_head_config(resolve_head(head))
+    yield from check_config(head_config, model)
+    pair = load_pair(head, model, config)  # raises on d2t, missing weights and what does not fit
+    yield Finding("ok", "fit", "the head's sizes, layers and d2t fit the target")
+    if data is not None:
+        dataset = Dataset(data)
+        rows = sample_rows(dataset)
+        yield check_mask_id(head_config, rows)
+        yield check_coverage(pair, rows)
+        yield from check_acceptance(pair, dataset)
+
+
+def check_config(head: HeadConfig, model: str) -> Iterator[Finding]:
+    if not same_target(head.target_model, model):
+        message = f"it was trained for {head.target_model}, not {model}"
+        yield Finding("warning", "head's target", message, "fine if both name the same model")
+    target = load_config(resolve_model(model))
+    usual = default_aux_hidden_state_layers(int(target.num_hidden_layers))
+    layers = head.aux_hidden_state_layer_ids
+    message = f"the head reads layers {list(layers)}; unless told, servers take {list(usual)}"
+    hint = "export writes them to eagle_aux_hidden_state_layer_ids: check that the server reads it"
+    yield graded("layer ids", message, warning=layers != usual, hint=hint)
+    ours, its = head.max_position_embeddings, int(target.max_position_embeddings)
+    message = f"the head drafts up to position {ours}, the target's context is {its}"
+    hint = "nothing is drafted beyond it: raise max_position_embeddings, train on longer rows"
+    yield graded("head's context", message, warning=ours < its, hint=hint)
+
+
+def check_mask_id(head: HeadConfig, rows: Rows) -> Finding:
+    if head.mask_token_id is None:
+        return Finding("ok", "mask id", "the mask embedding is not a row of the table")
+    found = sum(int((tokens == head.mask_token_id).sum()) for tokens, _ in rows)
+    message = f"the mask id {head.mask_token_id} occurs {found} times in the data"
+    hint = "a served token with this id gets the mask's embedding: choose an unused id"
+    return graded("mask id", message, warning=False, error=found > 0, hint=hint)
+
+
+def check_coverage(pair: Pair, rows: Rows) -> Finding:
+    ids = pair.network.target_ids.cpu()
+    tokens = torch.cat([tokens[mask] for tokens, mask in rows]).long()
+    covered = float(torch.isin(tokens, ids).double().mean())
+    message = f"the draft vocabulary of {len(ids)} holds {covered:.1%} of the supervised tokens"
+    hint = "a token outside it is never drafted: raise head.draft_vocab_size"
+    return graded(
+        "draft vocabulary", message, warning=covered < 0.98, error=covered < 0.8, hint=hint
+    )
+
+
+def check_acceptance(pair: Pair, dataset: Dataset) -> Iterator[Finding]:
+    """On a few rows: a head that is trained but reads the wrong features shows here."""
+    fits = int((dataset.lengths.cumsum(0) <= EVALUATED_TOKENS).sum())
+    indices = list(range(max(fits, 1)))
+    k = min(EVALUATED_DEPTH, pair.network.config.max_speculative_tokens)
+    params = recorded_params(dataset.manifest["made_by"])
+    way, result = next(iter(evaluate_pair(pair, dataset, indices, k, params).items()))
+    stats = result.groups["all"][k - 1]
+    first = stats.conditional_acceptance[0] if stats.conditional_acceptance else 0.0
+    message = (
+        f"{first:.0%} of first drafts are accepted, mean acceptance length "
+        f"{stats.mean_acceptance_length:.2f} at K={k} ({way}, {len(indices)} rows)"
+    )
+    hint = "near zero means wrong layer ids, features or template rather than too little training"
+    yield graded("acceptance", message, warning=first < 0.3, error=first < 0.05, hint=hint)

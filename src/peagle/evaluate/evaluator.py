@@ -1,0 +1,223 @@
+"""Acceptance length for every K in one teacher-forced pass over the target's own text.
+
+For each anchor the drafter proposes K tokens as if it started there; how many of them, from the
+first on, the target wrote is all that greedy verification would have found. A replay of the text
+then visits the anchors that the engine would visit under each K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peagle.data.dataset import Dataset
+from peagle.data.packing import PackedRow, assign, pack
+from peagle.evaluate.replay import Limits, replay, run_lengths
+from peagle.speculation.looping import is_looping
+from peagle.speculation.statistics import SpecDecodeStats
+from peagle.teacher_forcing.draft_model import DraftModel
+from peagle.teacher_forcing.features import FeatureSource
+from peagle.teacher_forcing.partition import (
+    UNPADDED,
+    Segment,
+    Shapes,
+    boundaries_under,
+    build_segments,
+    supervised_runs,
+    unrolled_segment,
+)
+
+
+class Acceptance(Protocol):
+    """What counted and expected statistics have in common."""
+
+    @property
+    def mean_acceptance_length(self) -> float: ...
+
+    @property
+    def per_position_acceptance(self) -> list[float]: ...
+
+    @property
+    def conditional_acceptance(self) -> list[float]: ...
+
+
+class Mergeable(Acceptance, Protocol):
+    def merge(self, other: Self) -> None: ...
+
+
+_Stats = TypeVar("_Stats", bound=Mergeable)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One entry per K; groups are `all`, `not_looping` and the categories."""
+
+    max_tokens: int
+    groups: Mapping[str, Sequence[Acceptance]]
+    num_documents: Mapping[str, int]
+
+    def acceptance_length(self, num_speculative_tokens: int, group: str = "all") -> float:
+        k = min(num_speculative_tokens, self.max_tokens)
+        return self.groups[group][k - 1].mean_acceptance_length
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: self._group(name) for name in self.groups}
+
+    def _group(self, name: str) -> dict[str, Any]:
+        stats = self.groups[name]
+        return {
+            "documents": self.num_documents[name],
+            "acceptance_length": [round(s.mean_acceptance_length, 4) for s in stats],
+            "per_position_acceptance": [round(x, 4) for x in stats[-1].per_position_acceptance],
+            "conditional_acceptance": [round(x, 4) for x in stats[-1].conditional_acceptance],
+        }
+
+
+class Drafted(NamedTuple):
+    """What the drafter computed at C elements, and what the target wrote there."""
+
+    normed: Tensor  # [C, H]: the drafter's states after its final norm
+    table: Tensor  # [Vd, H]
+    target_ids: Tensor  # [Vd]
+    states: Tensor  # [n, H]: the target's
+    slots: Tensor  # [C]: the state that each token was chosen from
+    labels: Tensor  # [C]: those tokens
+
+
+# -> [J, C]: the probability that each draft is accepted, by each of J verifications.
+AcceptanceRule = Callable[[Drafted], Tensor]
+
+
+class Document(NamedTuple):
+    groups: list[str]
+    mask: list[bool]  # [n]
+    limits: Limits
+    chances: Tensor  # [J, n, K] of the draft at (anchor, depth), given all before it were right
+
+
+class Evaluator:
+    """Evaluates a head on rows of a dataset. `max_rows` bounds the rows of one forward pass."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        indices: list[int],
+        source: FeatureSource,
+        max_tokens: int,
+        *,
+        tokens_per_row: int,
+        max_rows: int,
+        shapes: Shapes = UNPADDED,
+        chunk_rows: int = 4096,
+        max_model_len: int | None = None,
+        autocast: Callable[[], Any],
+    ) -> None:
+        self.dataset, self.source, self.max_tokens = dataset, source, max_tokens
+        lengths = dataset.lengths[indices].tolist()
+        self.rows = [[indices[i] for i in items] for items in assign(lengths, tokens_per_row)]
+        self.tokens_per_row, self.max_rows, self.shapes = tokens_per_row, max_rows, shapes
+        self.chunk_rows, self.max_model_len, self.autocast = chunk_rows, max_model_len, autocast
+
+    def __call__(self, model: DraftModel) -> Evaluation:
+        """Greedy drafts: those that are the target's own tokens are kept."""
+        counted = [(d.groups, self._replays(d)) for d in self.documents(model, greedy_acceptance)]
+        return summed(counted, self.max_tokens, SpecDecodeStats)
+
+    def _replays(self, document: Document) -> list[SpecDecodeStats]:
+        leading = document.chances[0].long().cumprod(1).sum(1).tolist()
+        ks = range(1, self.max_tokens + 1)
+        return [replay(document.mask, leading, k, document.limits) for k in ks]
+
+    @torch.no_grad()
+    def documents(self, model: DraftModel, rule: AcceptanceRule) -> Iterator[Document]:
+        for indices in self.rows:
+            row = pack(self.dataset, indices, self.tokens_per_row)
+            chances = self._chances(model, row, rule)
+            for number, index in enumerate(indices):
+                here = row.document == number
+                tokens, mask = row.token_ids[here], row.loss_mask[here]
+                groups = self._groups(index, tokens[mask].tolist())
+                limits = self._limits(model, index, mask.tolist())
+                yield Document(groups, mask.tolist(), limits, chances[:, here])
+
+    def _chances(self, model: DraftModel, row: PackedRow, rule: AcceptanceRule) -> Tensor:
+        """[J, n, K]"""
+        features = self.source(row, self.source.fetch(row))
+        chances = torch.zeros(1, len(row.token_ids), self.max_tokens, dtype=torch.double)
+        last = model.network.config.max_position_embeddings - 1  # beyond it nothing is drafted
+        for segment in self._segments(model, row):
+            here = segment.to(features.aux_hidden_states.device)
+            here = here._replace(positions=here.positions.clamp(max=last))
+            with self.autocast():
+                normed, table = model(here, features)
+                ids, states = model.network.target_ids, features.states
+                drafted = Drafted(normed, table, ids, states, here.slots, here.labels)
+                found = self._in_chunks(rule, drafted)
+            if len(chances) < len(found):
+                chances = chances.repeat(len(found), 1, 1)
+            real = segment.weights > 0  # the others are padding
+            anchor = segment.elements.anchor[segment.rows].long()[real]
+            chances[:, anchor, segment.loss_depth.long()[real]] = found.cpu()[:, real]
+        return chances
+
+    def _in_chunks(self, rule: AcceptanceRule, drafted: Drafted) -> Tensor:
+        """In chunks: logits of all elements at once would be the largest tensor of the pass."""
+        parts = []
+        for start in range(0, len(drafted.labels), self.chunk_rows):
+            part = slice(start, start + self.chunk_rows)
+            here = drafted._replace(
+                normed=drafted.normed[part],
+                slots=drafted.slots[part],
+                labels=drafted.labels[part],
+            )
+            parts.append(rule(here).double())
+        return torch.cat(parts, dim=1) if parts else torch.zeros(1, 0, dtype=torch.double)
+
+    def _segments(self, model: DraftModel, row: PackedRow) -> list[Segment]:
+        weights = torch.ones(self.max_tokens)
+        counts = supervised_runs(row).clamp(max=self.max_tokens)
+        if model.network.config.method == "eagle3":
+            return [unrolled_segment(row, counts, weights, self.shapes)]
+        boundaries = boundaries_under(row, counts, self.max_rows)
+        return build_segments(row, counts, boundaries, weights, self.shapes)
+
+    def _groups(self, index: int, answer: list[int]) -> list[str]:
+        names = ["all"] if is_looping(answer) else ["all", "not_looping"]
+        category = self.dataset.info[index]["category"]
+        return [*names, f"category:{category}"] if category else names
+
+    def _limits(self, model: DraftModel, index: int, mask: list[bool]) -> Limits:
+        """What the engine knew when it wrote the text."""
+        max_tokens = self.dataset.manifest["made_by"].get("max_tokens")
+        if max_tokens is None and self.dataset.info[index]["clipped"]:
+            max_tokens = max(run_lengths(mask))
+        positions = model.network.config.max_position_embeddings
+        return Limits(max_tokens, self.max_model_len, positions)
+
+
+def greedy_acceptance(drafted: Drafted) -> Tensor:
+    """[1, C]: is the drafter's best token the one that the target wrote?"""
+    best = F.linear(drafted.normed, drafted.table).argmax(-1)
+    return (drafted.target_ids[best] == drafted.labels)[None]
+
+
+def summed(
+    documents: Iterable[tuple[Sequence[str], Sequence[_Stats]]],
+    max_tokens: int,
+    zero: Callable[[], _Stats],
+) -> Evaluation:
+    """Adds up documents, each with the groups it belongs to and its statistics for every K."""
+    groups: dict[str, list[_Stats]] = {"all": [zero() for _ in range(max_tokens)]}
+    counts: dict[str, int] = {"all": 0}
+    for names, stats in documents:
+        for name in names:
+            totals = groups.setdefault(name, [zero() for _ in range(max_tokens)])
+            for total, one in zip(totals, stats, strict=True):
+                total.merge(one)
+            counts[name] = counts.get(name, 0) + 1
+    return Evaluation(max_tokens, groups, counts)

@@ -1,0 +1,112 @@
+"""A head, its target and text of the target: everything that an offline evaluation needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peagle.checkpoints.heads import load_head, read_head_config, resolve_head
+from peagle.checkpoints.references import load_tokenizer, resolve_model
+from peagle.checkpoints.targets import eos_token_ids
+from peagle.config import MAX_SPECULATIVE_TOKENS, EngineConfig
+from peagle.data.dataset import Dataset, DatasetWriter, check_tokens
+from peagle.data.prompts import Prompts
+from peagle.engine.engine import Engine
+from peagle.engine.loading import load_engine_target
+from peagle.errors import ConfigError, DataError
+from peagle.evaluate.evaluator import Evaluation, Evaluator
+from peagle.evaluate.sampled import SampledAcceptance, evaluate_sampled
+from peagle.models.eagle import EagleNetwork
+from peagle.models.target import TargetModel
+from peagle.prepare.answers import EmbeddedAnswers
+from peagle.prepare.dataset_spec import DatasetSpec
+from peagle.prepare.preparation import ALL_ROWS, Preparation, PreparationCounts
+from peagle.sampling_params import SamplingParams
+from peagle.teacher_forcing.draft_model import DraftModel, autocast
+from peagle.teacher_forcing.features import OnlineFeatures
+from peagle.teacher_forcing.partition import UNPADDED, Shapes
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and a head that fits it, on one device."""
+
+    folder: Path
+    target: TargetModel
+    network: EagleNetwork
+    config: EngineConfig
+
+    @property
+    def max_model_len(self) -> int:
+        return self.config.max_model_len or self.target.config.max_position_embeddings
+
+    def check_depth(self, num_speculative_tokens: int | None) -> int:
+        """The K up to which the head can be evaluated."""
+        head = self.network.config
+        most = MAX_SPECULATIVE_TOKENS if head.method == "eagle3" else head.max_speculative_tokens
+        k = num_speculative_tokens or head.max_speculative_tokens
+        if not 1 <= k <= most:
+            raise ConfigError(f"this head drafts no {k} tokens", hint=f"use 1 to {most}")
+        return k
+
+
+def load_pair(head: str, model: str | None, config: EngineConfig) -> Pair:
+    """`model` None: the target that the head names."""
+    named = read_head_config(resolve_head(head)).target_model
+    folder = resolve_model(model or named)
+    target = load_engine_target(folder, config).requires_grad_(False)
+    weight = target.embed_tokens.weight
+    network = load_head(head, target, dtype=weight.dtype, device=weight.device)
+    network.requires_grad_(False)
+    return Pair(folder, target, network, config)
+
+
+def own_answers(
+    pair: Pair, prompts: Prompts, spec: DatasetSpec, folder: Path
+) -> tuple[Dataset, PreparationCounts]:
+    """The target's answers, written into `folder`."""
+    tokenizer: Any = load_tokenizer(pair.folder)
+    writer = DatasetWriter(folder, spec.record(tokenizer), rows_per_shard=ALL_ROWS)
+    engine = Engine(pair.target, pair.config, eos_token_ids=eos_token_ids(pair.folder))
+    source = EmbeddedAnswers(engine, spec.params)
+    preparation = Preparation(writer, source, spec.dialogue_options(tokenizer))
+    counts = preparation(prompts.good, prompts.bad)
+    if not counts.answered:
+        errors = (folder / "errors.jsonl").read_text().splitlines()
+        raise DataError(f"no prompt was answered: {errors[0] if errors else 'all were too long'}")
+    return Dataset(folder), counts
+
+
+def evaluate_pair(
+    pair: Pair, dataset: Dataset, indices: list[int], max_tokens: int, params: SamplingParams
+) -> dict[str, Evaluation]:
+    """Acceptance for K = 1 .. max_tokens: `greedy`, or `coupled` and `rejection` if sampled."""
+    check_tokens(dataset, indices, pair.target.config.vocab_size)
+    evaluator = build_evaluator(pair, dataset, indices, max_tokens)
+    model = DraftModel(pair.network)
+    if params.greedy:
+        return {"greedy": evaluator(model)}
+    rule = SampledAcceptance(pair.target.lm_head.weight, params)
+    return evaluate_sampled(evaluator, model, rule)
+
+
+def build_evaluator(pair: Pair, dataset: Dataset, indices: list[int], max_tokens: int) -> Evaluator:
+    """On GPU all passes have one padded shape, for attention is compiled for each."""
+    device = pair.target.embed_tokens.weight.device
+    on_gpu = device.type == "cuda"
+    longest = int(dataset.lengths[indices].max())
+    tokens_per_row = max(longest, 8192 if on_gpu else 1024)
+    max_rows = 2 * tokens_per_row if on_gpu else tokens_per_row + 2048
+    return Evaluator(
+        dataset,
+        indices,
+        OnlineFeatures(pair.target, pair.network.config.aux_hidden_state_layer_ids),
+        max_tokens,
+        tokens_per_row=tokens_per_row,
+        max_rows=max_rows,
+        shapes=Shapes(row_multiple=max_rows) if on_gpu else UNPADDED,
+        chunk_rows=1024 if on_gpu else 256,
+        max_model_len=pair.max_model_len,
+        autocast=autocast(device, None),
+    )

@@ -1,0 +1,168 @@
+"""Offline acceptance is what the engine reports on the same prompts."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from train import tiny
+
+from peagle.checkpoints.heads import load_head
+from peagle.config import EngineConfig, Verification
+from peagle.data.dataset import Dataset, DatasetWriter, Row
+from peagle.engine.engine import Engine, Speculation
+from peagle.engine.request import Request
+from peagle.evaluate.evaluator import Evaluator
+from peagle.evaluate.sampled import SampledAcceptance, evaluate_sampled
+from peagle.models.eagle import EagleNetwork
+from peagle.models.eagle3 import Eagle3Drafter
+from peagle.models.p_eagle import PEagleDrafter
+from peagle.models.target import TargetModel
+from peagle.sampling_params import SamplingParams
+from peagle.speculation.statistics import SpecDecodeStats
+from peagle.teacher_forcing.draft_model import DraftModel, autocast
+from peagle.teacher_forcing.features import OnlineFeatures
+from peagle.train.loop import TrainingRun
+from peagle.train.setup import assemble
+
+K = 4
+TAPS = (2, 3, 5)
+EOS = (5, 17, 23)  # common enough that some answers end by them
+GENERATOR = torch.Generator().manual_seed(5)
+PROMPTS = [torch.randint(tiny.VOCAB, (1 + n % 7,), generator=GENERATOR).tolist() for n in range(16)]
+
+
+@cache
+def target() -> TargetModel:
+    return tiny.target(torch.float64)
+
+
+def run_engine(
+    network: EagleNetwork,
+    k: int,
+    params: SamplingParams,
+    verification: Verification = "coupled",
+    copies: int = 1,
+    **config: Any,
+) -> tuple[list[Request], SpecDecodeStats]:
+    drafter = (
+        PEagleDrafter(network) if network.config.method == "p-eagle" else Eagle3Drafter(network)
+    )
+    engine = Engine(
+        target(),
+        EngineConfig(max_num_seqs=8, **config),
+        eos_token_ids=EOS,
+        speculation=Speculation(drafter, k, verification),
+    )
+    requests = [
+        engine.add_request(str(n), prompt, params, seed=n)
+        for n, prompt in enumerate(PROMPTS * copies)
+    ]
+    while engine.has_unfinished:
+        engine.step()
+    return requests, engine.stats
+
+
+def write_answers(folder: Path, requests: list[Request], max_tokens: int) -> Dataset:
+    writer = DatasetWriter(folder, {"target": "tiny", "max_tokens": max_tokens})
+    for request in requests:
+        prompt = len(request.prompt_token_ids)
+        mask = [0] * prompt + [1] * request.num_outputs
+        writer.add(Row(request.request_id, request.token_ids, mask))
+    writer.flush()
+    return Dataset(folder)
+
+
+def evaluator(dataset: Dataset, **options: Any) -> Evaluator:
+    return Evaluator(
+        dataset,
+        list(range(len(dataset))),
+        OnlineFeatures(target(), TAPS),
+        K,
+        tokens_per_row=128,
+        max_rows=200,
+        chunk_rows=50,
+        autocast=autocast(torch.device("cpu"), None),
+        **options,
+    )
+
+
+def random_head(method: str, **changes: Any) -> EagleNetwork:
+    return tiny.head(target(), method, **changes).requires_grad_(False)
+
+
+def trained_head(method: str, folder: Path) -> EagleNetwork:
+    """A head that learned the target's own greedy answers, so that many drafts are right."""
+    params = SamplingParams(temperature=0.0, max_tokens=40)
+    requests, _ = run_engine(random_head(method), 1, params)
+    write_answers(folder / "data", requests, 40)
+    recipe = tiny.recipe(
+        folder,
+        head={"method": method},
+        data={"held_out_share": 0.0},
+        optimizer={"learning_rate": 2e-2},
+        schedule={"steps": 45},
+    )
+    TrainingRun(assemble(recipe, target(), tiny.ROPE))()
+    head = str(folder / "run" / "head")
+    return load_head(head, target(), dtype=torch.float64, device=torch.device("cpu"))
+
+
+def acceptance(stats: Any) -> dict[str, Any]:
+    """The counters that speak of drafts; times and prefill steps are the engine's alone."""
+    return {
+        k: v for k, v in vars(stats).items() if "draft" in k or "per_pos" in k or "accept" in k
+    } | {"draft_time": 0}
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+@pytest.mark.parametrize("trained", [False, True], ids=["random", "trained"])
+def test_greedy_acceptance_is_the_engines_for_every_k(
+    method: str, trained: bool, tmp_path: Path
+) -> None:
+    network = trained_head(method, tmp_path) if trained else random_head(method)
+    params = SamplingParams(temperature=0.0, max_tokens=21)
+    runs = [run_engine(network, k, params) for k in range(1, K + 1)]
+    requests = runs[0][0]
+    reasons = [r.finish_reason for r in requests]
+    assert reasons.count("stop") > 3
+    assert reasons.count("length") > 3
+    dataset = write_answers(tmp_path / "answers", requests, 21)
+    result = evaluator(dataset)(DraftModel(network))
+    for (again, stats), ours in zip(runs, result.groups["all"], strict=True):
+        assert [r.token_ids for r in again] == [r.token_ids for r in requests]
+        assert acceptance(ours) == acceptance(stats)
+    assert result.acceptance_length(K) > (1.4 if trained else 1.0)
+
+
+def test_limits_of_context_and_head_count_as_in_the_engine(tmp_path: Path) -> None:
+    network = random_head("p-eagle", max_position_embeddings=14)
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    requests, stats = run_engine(network, K, params, max_model_len=20)
+    assert {r.num_tokens for r in requests} == {20}
+    dataset = write_answers(tmp_path, requests, 60)
+    result = evaluator(dataset, max_model_len=20)(DraftModel(network))
+    assert acceptance(result.groups["all"][K - 1]) == acceptance(stats)
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+def test_sampled_acceptance_is_expected_as_the_engine_finds_it(
+    method: str, verification: Verification, tmp_path: Path
+) -> None:
+    network = random_head(method)
+    params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=40, ignore_eos=True)
+    requests, stats = run_engine(network, K, params, verification, copies=2)
+    dataset = write_answers(tmp_path, requests, 40)
+    rule = SampledAcceptance(target().lm_head.weight, params)
+    result = evaluate_sampled(evaluator(dataset), DraftModel(network), rule)[verification]
+    ours = result.groups["all"][K - 1]
+    # About 900 steps, so the mean has a standard error near 0.02.
+    assert ours.mean_acceptance_length == pytest.approx(stats.mean_acceptance_length, abs=0.08)
+    assert ours.conditional_acceptance[0] == pytest.approx(
+        stats.conditional_acceptance[0], abs=0.05
+    )
+    assert ours.mean_acceptance_length > 1.1

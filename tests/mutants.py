@@ -1,0 +1,198 @@
+"""Breaks the source in small ways, one at a time in a copy, and says which no test notices.
+
+    python tests/mutants.py               # all; `make mutants`
+    python tests/mutants.py verify        # those whose file or text contains the word
+
+A mutant whose tests all pass is alive: the tests do not hold what that line says. Not part of CI.
+Add an entry to MUTANTS for each rule that you change: the file, a text that it has exactly once, a
+text that is wrong, and the test files that should fail.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+COPIED = "src", "tests", "pyproject.toml"
+MAX_SECONDS = 600  # of the tests of one mutant; a hang is noticed, too
+
+
+class Mutant(NamedTuple):
+    file: str  # under src/peagle
+    old: str
+    new: str
+    tests: tuple[str, ...]  # under tests
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.old!r} -> {self.new!r}"
+
+
+VERIFY = "speculation/test_verify_law.py", "speculation/test_verify_rows.py"
+SAMPLING = ("speculation/test_sampling_law.py",)
+COUNTS = ("speculation/test_acceptance_counts.py",)
+COD = "train/test_cod.py", "train/test_partition.py"
+SCHEDULER = (
+    "engine/test_scheduler.py",
+    "engine/test_preemption.py",
+    "engine/test_independence.py",
+    "engine/test_mixed_steps.py",
+)
+
+MUTANTS = (
+    Mutant("speculation/verify.py", "& (q > 0), num_drafts)", ", num_drafts)", VERIFY),
+    Mutant(
+        "speculation/verify.py",
+        "< num_drafts.unsqueeze(1)\n",
+        "<= num_drafts.unsqueeze(1)\n",
+        VERIFY,
+    ),
+    Mutant("speculation/verify.py", "torch.where(usable, residual, p)", "p", VERIFY),
+    Mutant("speculation/verify.py", "cumprod(1).sum(1)", "sum(1)", VERIFY),
+    Mutant(
+        "speculation/draft_limit.py",
+        "limits - num_tokens - 1",
+        "limits - num_tokens",
+        (
+            "kernels/test_plain_batch.py",
+            "engine/test_stats.py",
+            "engine/test_greedy_equals_plain.py",
+        ),
+    ),
+    Mutant(
+        "speculation/noise.py",
+        "+ _signed(domain * _GOLDEN64, 64)",
+        "",
+        ("speculation/test_noise.py",),
+    ),
+    Mutant(
+        "speculation/sampling.py",
+        "logits.float() / rows.temperature",
+        "logits.float() * rows.temperature",
+        SAMPLING,
+    ),
+    Mutant(
+        "speculation/statistics.py",
+        "reached[num_accepted] += times",
+        "reached[num_accepted] += 0",
+        COUNTS,
+    ),
+    Mutant(
+        "models/masks.py",
+        "key.depth <= query.depth",
+        "key.depth < query.depth",
+        ("train/test_training_masks.py", "train/test_parity_with_serving.py"),
+    ),
+    Mutant("engine/scheduler.py", "            left //= 2\n", "            pass\n", SCHEDULER),
+    Mutant(
+        "engine/scheduler.py",
+        "budget -= sum(s.num_prompt_rows + 1 for s in self._prompting)",
+        "pass",
+        SCHEDULER,
+    ),
+    Mutant(
+        "engine/scheduler.py",
+        "self.waiting.appendleft(slot.request)",
+        "self.waiting.append(slot.request)",
+        SCHEDULER,
+    ),
+    Mutant(
+        "engine/scheduler.py",
+        "next(reversed(self.running.values()))",
+        "next(iter(self.running.values()))",
+        SCHEDULER,
+    ),
+    Mutant("train/cod.py", "torch.minimum(kept, runs)", "kept", COD),
+    Mutant("train/cod.py", "(rate**depth).clamp(min=floor)", "rate**depth", COD),
+    Mutant(
+        "train/optimizer.py",
+        "p.dim() >= 2]",
+        "p.dim() >= 1]",
+        ("train/test_learning.py", "train/test_resume.py"),
+    ),
+    Mutant(
+        "train/optimizer.py",
+        "1.0 - math.cos",
+        "1.0 + math.cos",
+        ("train/test_learning.py", "train/test_recipe.py"),
+    ),
+)
+
+
+def main(words: list[str]) -> int:
+    chosen = [m for m in MUTANTS if all(word in str(m) for word in words)]
+    wrong = [problem for m in chosen for problem in problems(m)]
+    if wrong:
+        print(*wrong, "mend the entries of tests/mutants.py", sep="\n", file=sys.stderr)
+        return 2
+    if not tests_pass_unbroken(chosen):
+        print("these tests fail without any mutant: run `make test`", file=sys.stderr)
+        return 2
+    alive = [mutant for mutant in chosen if lives(mutant)]
+    print(f"{len(chosen) - len(alive)} of {len(chosen)} mutants were noticed")
+    return 1 if alive else 0
+
+
+def problems(mutant: Mutant) -> list[str]:
+    """Why it cannot be made: the source has moved on."""
+    file = ROOT / "src/peagle" / mutant.file
+    if not file.is_file():
+        return [f"src/peagle/{mutant.file} does not exist"]
+    times = file.read_text(encoding="utf-8").count(mutant.old)
+    found = [] if times == 1 else [f"src/peagle/{mutant.file} has {times} times {mutant.old!r}"]
+    missing = [test for test in mutant.tests if not (ROOT / "tests" / test).is_file()]
+    return found + [f"tests/{test} does not exist" for test in missing]
+
+
+def tests_pass_unbroken(mutants: list[Mutant]) -> bool:
+    """Else a mutant would be noticed for nothing."""
+    tests = tuple(sorted({test for mutant in mutants for test in mutant.tests}))
+    with tempfile.TemporaryDirectory(prefix="peagle-mutant-") as name:
+        copy_tree(Path(name))
+        return tests_pass(Path(name), tests)
+
+
+def lives(mutant: Mutant) -> bool:
+    with tempfile.TemporaryDirectory(prefix="peagle-mutant-") as name:
+        copy = Path(name)
+        copy_tree(copy)
+        file = copy / "src/peagle" / mutant.file
+        source = file.read_text(encoding="utf-8")
+        file.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
+        passed = tests_pass(copy, mutant.tests)
+    print("ALIVE  " if passed else "noticed", mutant, flush=True)
+    return passed
+
+
+def copy_tree(copy: Path) -> None:
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, copy / name)
+
+
+def tests_pass(copy: Path, tests: tuple[str, ...]) -> bool:
+    files = [str(copy / "tests" / test) for test in tests]
+    # Ahead of the installed package, which is the tree that is not broken.
+    environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
+    try:
+        done = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, timeout=MAX_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    if done.returncode not in (0, 1):  # 1: a test failed; else pytest itself did not get so far
+        raise RuntimeError(done.stdout.decode() + done.stderr.decode())
+    return done.returncode == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

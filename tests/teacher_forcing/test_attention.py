@@ -1,0 +1,92 @@
+"""Both attention objects of training say what a brute-force definition says."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tolerance import near
+from train import tiny
+
+from peagle.models.attention import MaskedAttention
+from peagle.models.masks import Elements, dense_mask
+from peagle.teacher_forcing import attention
+from peagle.teacher_forcing.attention import FlexAttention, classify_blocks
+from peagle.teacher_forcing.partition import Segment, Shapes, build_segments, supervised_runs
+from peagle.train.cod import draw_depths, retentions
+
+sizes = st.lists(st.integers(1, 90), min_size=1, max_size=5)
+
+
+def segment_of(lengths: list[int], seed: int, padded: int = 1) -> Segment:
+    capacity = sum(lengths) + seed % 7
+    row = tiny.packed(lengths, capacity + -capacity % padded, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    counts = draw_depths(supervised_runs(row), retentions(4, 0.8, 0.0), generator)
+    n = len(row.token_ids)
+    (segment,) = build_segments(row, counts, [0, n], torch.ones(4), Shapes(row_multiple=padded))
+    return segment
+
+
+def brute_force(elements: Elements) -> torch.Tensor:
+    """The definition, pair by pair, in words of the method."""
+    rows = list(zip(*(f.tolist() for f in elements), strict=True))
+    mask = torch.zeros(len(rows), len(rows), dtype=torch.bool)
+    for i, (anchor, depth, document) in enumerate(rows):
+        for j, (key_anchor, key_depth, key_document) in enumerate(rows):
+            context = key_depth == 0 and key_anchor <= anchor
+            rollout = key_anchor == anchor and key_depth <= depth
+            mask[i, j] = document == key_document and (context or rollout)
+    return mask
+
+
+@settings(max_examples=10)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=3), st.integers(0, 99))
+def test_the_dense_mask_is_the_definition(lengths: list[int], seed: int) -> None:
+    elements = segment_of(lengths, seed).elements
+    assert torch.equal(dense_mask(elements), brute_force(elements))
+
+
+@settings(max_examples=25)
+@given(sizes, st.integers(0, 99), st.sampled_from([1, 128]))
+def test_block_classes_never_hide_a_visible_pair(
+    lengths: list[int], seed: int, padded: int
+) -> None:
+    elements = segment_of(lengths, seed, padded).elements
+    possible, certain = classify_blocks(elements)
+    pairs = blocks_of(dense_mask(elements))
+    assert not (pairs.any(-1) & ~possible).any()
+    assert not (certain & ~pairs.all(-1)).any()
+
+
+def blocks_of(mask: torch.Tensor) -> torch.Tensor:
+    """[blocks, blocks, pairs of the block]; pairs beyond the last row are invisible."""
+    missing = -len(mask) % attention.BLOCK
+    mask = torch.nn.functional.pad(mask, (0, missing, 0, missing))
+    size, count = attention.BLOCK, len(mask) // attention.BLOCK
+    return mask.view(count, size, count, size).transpose(1, 2).flatten(2)
+
+
+def test_block_classes_visit_hardly_more_blocks_than_needed() -> None:
+    lengths = torch.randint(50, 400, (14,), generator=torch.Generator().manual_seed(0)).tolist()
+    elements = segment_of(lengths, seed=0, padded=128).elements  # as on GPU
+    pairs = blocks_of(dense_mask(elements))
+    possible, certain = classify_blocks(elements)
+    assert possible.sum() <= 1.1 * pairs.any(-1).sum()
+    assert certain.sum() >= 0.95 * pairs.all(-1).sum()
+
+
+@settings(max_examples=5)
+@given(sizes, st.integers(0, 99), st.sampled_from([None, 16]))
+def test_flex_attention_equals_dense_attention(
+    lengths: list[int], seed: int, window: int | None
+) -> None:
+    segment = segment_of(lengths, seed)
+    n = len(segment.positions)
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(n, 4, 16, generator=generator)
+    k, v = torch.randn(2, n, 2, 16, generator=generator)
+    dense = MaskedAttention(dense_mask(segment.elements), segment.positions)
+    flex = FlexAttention(segment.elements, segment.positions, (None, 16))
+    expected = dense(0, q, k, v, window)
+    torch.testing.assert_close(flex(0, q, k, v, window), expected, **near(terms=n))
