@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from peagle.backends.vllm_options import VllmOptions
-from peagle.cli.demo_prompts import PROMPTS
+from peagle.backends.vllm.options import VllmOptions
+from peagle.cli.demo import PROMPTS
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.files import write_atomic
 from peagle.provenance import provenance
@@ -124,7 +124,7 @@ def build(args: argparse.Namespace) -> Any:
     if args.spec_tokens:
         drafter = SpeculativeConfig(model=HEAD, num_speculative_tokens=args.spec_tokens)
     if args.worker == "vllm":
-        from peagle.backends.vllm_backend import VllmBackend
+        from peagle.backends.vllm.backend import VllmBackend
 
         options = VllmOptions(
             kv_cache_memory_bytes=KV_CACHE_BYTES,

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from engine_gpu import closed_loop
 
-from peagle.bench.backend_client import BackendClient
-from peagle.bench.driver import Load, drive
-from peagle.bench.prompter import Prompter
-from peagle.bench.workloads import load_workload
+from peagle.bench.run.backend_client import BackendClient
+from peagle.bench.run.driver import Load, drive
+from peagle.bench.workloads.prompter import Prompter
+from peagle.bench.workloads.sources import load_workload
 from peagle.config import EngineConfig
 from peagle.engine.blocks import BlockAllocator
 from peagle.engine.clock import Mark

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config
 
-from peagle.checkpoints.heads import load_head
+from peagle.checkpoints.heads.loading import load_head
 from peagle.checkpoints.references import resolve_model
 from peagle.checkpoints.targets import load_target
 from peagle.config import EngineConfig

@@ -16,7 +16,8 @@ PACKAGE = Path(peagle.__file__).parent
 
 # Lowest first; a module may import from its own layer or a lower one.
 LAYERS = (
-    {"cache", "config", "errors", "files", "locking", "log", "provenance", "sampling_params"},
+    {"cache", "config", "errors", "files", "locking", "log", "processes", "provenance"}
+    | {"sampling_params"},
     {"speculation", "data"},
     {"outputs"},  # results carry their acceptance statistics
     {"kernels"},

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 from peagle.errors import ConfigError, PeagleError
 
@@ -20,13 +20,22 @@ DEFAULT_SPECULATIVE_TOKENS = 5
 _Config = TypeVar("_Config")
 
 
+@dataclass(frozen=True)
+class Doc:
+    """What a field means, in the annotation of the field: `peagle --help` prints it."""
+
+    text: str
+    if_none: str = ""  # what the engine takes where the field is None
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
     """Which drafter runs and how far ahead it drafts; vLLM's keys where vLLM has one.
 
-    `verification` says how drafts of sampled requests are judged. "coupled": target and drafter
+    `verification` says how drafts of sampled requests are verified. "coupled": target and drafter
     share the noise of each position, so a seed gives the same tokens with any drafter or none.
-    "rejection": classic rejection sampling, a few more accepted tokens, equal only in law.
+    "rejection": classic rejection sampling; it accepts a few more tokens, and the output is equal
+    only in distribution.
     """
 
     method: Method | None = None  # None: what the head says it is
@@ -75,19 +84,28 @@ class SpeculativeConfig:
 class EngineConfig:
     """Sizes and limits of one engine."""
 
-    dtype: str = "auto"  # float32 on CPU, bfloat16 on GPU
-    device: str = "auto"
-    seed: int = 0
-    max_model_len: int | None = None  # None: the target's own context length
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    block_size: int = 16
-    quantization: Quantization | None = None  # of the target's linear layers
-    # On a GPU: the target's rows have the same bits alone and beside any others; kernels/policy.py.
-    batch_invariant: bool = False
-    warm_up: bool = False  # on a GPU: capture the graphs of common steps at the start
-    gpu_memory_utilization: float = 0.9  # share of the GPU's memory that all of it may take
-    kv_cache_memory_bytes: int | None = None  # None: on a GPU what is free, see engine/memory.py
+    dtype: Annotated[str, Doc("auto, float32, bfloat16 ...")] = "auto"
+    device: Annotated[str, Doc("auto, cpu, cuda, cuda:1 ...")] = "auto"
+    seed: Annotated[int, Doc("Seed of requests that bring none of their own.")] = 0
+    max_model_len: Annotated[
+        int | None, Doc("Longest prompt and answer together.", if_none="the model's")
+    ] = None
+    max_num_seqs: Annotated[int, Doc("Requests at once.")] = 64
+    max_num_batched_tokens: Annotated[int, Doc("Tokens per step.")] = 2048
+    block_size: Annotated[int, Doc("Tokens per block of the KV cache.")] = 16
+    quantization: Annotated[
+        Quantization | None, Doc("Of the target's linear layers: fp8; vLLM knows more.")
+    ] = None
+    # The target's rows have the same bits alone and beside any others: kernels/policy.py.
+    batch_invariant: Annotated[bool, Doc("GPU: the same bits alone and beside other requests.")] = (
+        False
+    )
+    warm_up: Annotated[bool, Doc("GPU: capture the graphs of common steps at the start.")] = False
+    gpu_memory_utilization: Annotated[float, Doc("Share of the GPU's memory, for all of it.")] = 0.9
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        Doc("Size of the KV cache.", if_none="what the GPU has free, on a CPU at most 2 GiB"),
+    ] = None
 
     def __post_init__(self) -> None:
         _check_choice("quantization", self.quantization, (*get_args(Quantization), None))

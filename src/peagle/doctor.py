@@ -9,7 +9,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from peagle.checkpoints.heads import read_head_config, resolve_head
+from peagle.checkpoints.heads.config import read_head_config
+from peagle.checkpoints.heads.references import resolve_head
 from peagle.checkpoints.references import load_config, load_tokenizer, resolve_model
 from peagle.config import EngineConfig
 from peagle.data.chat import template_fingerprint, template_frame, tokenizer_fingerprint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import glob
+import hashlib
 import json
 import os
 import shutil
@@ -31,6 +32,11 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
     write_atomic(path, content)
 
 
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yields an empty temporary sibling that becomes `path` when the block ends without an error.
@@ -40,7 +46,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
     remove_leftovers(path)
     temporary = _temporary_sibling(path)
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-    try_lock(descriptor)  # held while we live: tells others that this is no leftover
+    try_lock(descriptor)  # held while we live: tells others that this is not a leftover
     try:
         yield temporary
         os.fsync(descriptor)

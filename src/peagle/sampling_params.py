@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from peagle.config import Doc
 from peagle.errors import RequestError
 
 # Below this a softmax in float32 is an argmax with overflow risk; vLLM draws the line here too.
@@ -20,24 +22,29 @@ class SamplingParams:
     this request, 1..K asks for fewer drafts.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0  # 0 or -1: all tokens
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    bad_words: Sequence[str] = ()
-    min_tokens: int = 0
-    max_tokens: int | None = 16  # None: up to the context length
-    seed: int | None = None
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    n: Annotated[int, Doc("Answers per prompt.")] = 1
+    temperature: Annotated[float, Doc("0 is greedy, 1 the model as it is.")] = 1.0
+    top_k: Annotated[int, Doc("Keep that many of the best tokens; 0 or -1: all.")] = 0
+    top_p: Annotated[float, Doc("Keep the best tokens whose probabilities sum to it.")] = 1.0
+    min_p: Annotated[float, Doc("Least share of the best token's probability.")] = 0.0
+    repetition_penalty: Annotated[float, Doc("Above 1: less repetition.")] = 1.0
+    presence_penalty: Annotated[float, Doc("Once for a token already used.")] = 0.0
+    frequency_penalty: Annotated[float, Doc("For each use of a token.")] = 0.0
+    logit_bias: Annotated[Mapping[int, float], Doc('Added to logits: {"42": -100}')] = field(
+        default_factory=dict
+    )
+    bad_words: Annotated[Sequence[str], Doc("Words that no answer has.")] = ()
+    min_tokens: Annotated[int, Doc("No end before that many tokens.")] = 0
+    max_tokens: Annotated[
+        int | None, Doc("Most tokens in an answer.", if_none="up to the context length")
+    ] = 16
+    seed: Annotated[int | None, Doc("Same seed, same answer.")] = None
+    stop: Annotated[str | Sequence[str], Doc("Text that ends an answer.")] = ()
+    stop_token_ids: Annotated[Sequence[int], Doc("Token that ends an answer.")] = ()
     include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    logprobs: int | None = None  # None: none; 0: the chosen token's; n: the n best as well
+    ignore_eos: Annotated[bool, Doc("Go on past the end-of-sequence token.")] = False
+    # None: none; 0: the sampled token's alone.
+    logprobs: Annotated[int | None, Doc("Log-probabilities of the N best tokens.")] = None
     skip_special_tokens: bool = True
     num_speculative_tokens: int | None = None
 

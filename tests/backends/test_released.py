@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peagle.backends.released import (
+from peagle.backends.vllm.released import (
     find_released,
     nearest_name,
     released_models,

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from peagle.bench.cells import Cell, Latencies, Quantiles, Run
-from peagle.bench.results import (
-    Difference,
-    HeadInfo,
+from peagle.bench.results.document import (
+    AnswerDifference,
+    Cell,
+    CellRun,
+    Latencies,
     Lossless,
     Manifest,
+    MeasuredHead,
+    Quantiles,
     Results,
     Sample,
     SampleToken,
@@ -33,11 +36,11 @@ def make_run(
     stats: dict[str, Any] | None = None,
     looping: float | None = None,
     partial: bool = False,
-) -> Run:
+) -> CellRun:
     pace = max(otps, 1.0)
     tail = Quantiles(p50=1 / pace, p95=2 / pace, p99=3 / pace, mean=1.2 / pace)
     first = Quantiles(p50=0.05, p95=0.08, p99=0.12, mean=0.06)
-    return Run(
+    return CellRun(
         otps=otps,
         latencies=Latencies(ttft=first, tpot=tail, itl=tail, e2el=_scaled(tail, 100)),
         num_requests=10,
@@ -88,7 +91,7 @@ def make_results(cells: Sequence[Cell], **changes: Any) -> Results:
         max_tokens=128,
         temperature=0.0,
         num_repeats=3,
-        heads=[HeadInfo(head, method, "ab" * 32) for method, head in HEADS.items()],
+        heads=[MeasuredHead(head, method, "ab" * 32) for method, head in HEADS.items()],
         workloads=[WorkloadInfo(name, name.encode().hex() * 4, 10) for name in names],
         settings={"ignore_eos": False},
     )
@@ -145,7 +148,7 @@ def make_samples(texts: Sequence[str] = ("The", " sky", " is", " blue", ".")) ->
 
 def make_lossless(different: int = 0, gap: float | None = 1e-4) -> Lossless:
     found = [
-        Difference("p-eagle", 5, "chat", "4", 0, f"q{n}", 0, 17, 11, 12, gap, " a", " the")
+        AnswerDifference("p-eagle", 5, "chat", "4", 0, f"q{n}", 0, 17, 11, 12, gap, " a", " the")
         for n in range(different)
     ]
     return Lossless(compared=240, different=different, differences=found)

@@ -20,9 +20,10 @@ machinery.PathFinder.find_spec = find_spec
 
 def test_bench_tune_report_simulate_and_compare_import_no_optional_package() -> None:
     modules = (
-        *("peagle.bench.bench", "peagle.engine.llm", "peagle.cli.main", "peagle.bench.report"),
-        *("peagle.bench.tune", "peagle.bench.compare", "peagle.bench.validate"),
-        *("peagle.cli.bench_progress", "peagle.cli.bench_compare", "peagle.cli.tune_table"),
+        *("peagle.bench.run.bench", "peagle.engine.llm", "peagle.cli.main"),
+        *("peagle.bench.analysis.tune", "peagle.bench.analysis.compare"),
+        *("peagle.bench.report.page", "peagle.bench.simulate.predict"),
+        *("peagle.cli.bench_progress", "peagle.cli.bench", "peagle.cli.tune"),
     )
     code = HIDE + "".join(f"import {module}\n" for module in modules)
     code += f"import sys; print([name for name in {OPTIONAL!r} if name in sys.modules])"

@@ -12,14 +12,14 @@ from models import tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from peagle.checkpoints.heads import load_head, save_head
+from peagle.checkpoints.heads.loading import load_head, save_head
 from peagle.checkpoints.targets import load_target
 from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel
 
 CPU = torch.device("cpu")
 MASK = 57
-TAPS = [1, 2, 4]
+AUX_LAYERS = [1, 2, 4]
 
 
 def target_of(folder: Path, dtype: torch.dtype = torch.float64) -> TargetModel:
@@ -56,7 +56,10 @@ def raw_config(**changes: Any) -> dict[str, Any]:
         "draft_vocab_size": 59,
         "ptd_token_id": MASK,
         "pard_token": MASK,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": TAPS, "use_aux_hidden_state": True},
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": AUX_LAYERS,
+            "use_aux_hidden_state": True,
+        },
         "norm_before_residual": False,
         "torch_dtype": "float32",
     } | changes
@@ -75,7 +78,7 @@ def speculators_config(model_type: str = "peagle", **changes: Any) -> dict[str, 
         },
         "transformer_layer_config": layers,
         "draft_vocab_size": 59,
-        "eagle_aux_hidden_state_layer_ids": TAPS,
+        "eagle_aux_hidden_state_layer_ids": AUX_LAYERS,
         "mask_token_id": MASK if model_type == "peagle" else None,
         "norm_before_residual": False,
     }

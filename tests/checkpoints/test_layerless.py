@@ -18,7 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from peagle.checkpoints.layerless import load_layerless
+from peagle.checkpoints.targets import load_layerless
 from peagle.errors import ModelError
 
 SIZES: dict[str, Any] = {

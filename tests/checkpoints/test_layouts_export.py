@@ -14,9 +14,8 @@ from foreign_heads import MASK, native, raw_config, raw_tensors, target_of, writ
 from models import tiny
 from safetensors.torch import load_file
 
-from peagle.checkpoints import exporting
-from peagle.checkpoints.exporting import export_head
-from peagle.checkpoints.mask_token import choose_mask_token
+from peagle.checkpoints.heads import exporting
+from peagle.checkpoints.heads.exporting import choose_mask_token, export_head
 from peagle.errors import HeadError, PeagleError
 from peagle.models.target import TargetModel
 

@@ -10,13 +10,14 @@ import huggingface_hub
 import pytest
 import torch
 import torch.nn.functional as F
-from foreign_heads import MASK, TAPS, load, raw_config, raw_tensors, speculators_config, write
+from foreign_heads import AUX_LAYERS, MASK, load, raw_config, raw_tensors, speculators_config, write
 from models import tiny
 from safetensors.torch import save_file
 from tolerance import near
 from torch import Tensor
 
-from peagle.checkpoints.heads import read_head_config, resolve_head
+from peagle.checkpoints.heads.config import read_head_config
+from peagle.checkpoints.heads.references import resolve_head
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.models.p_eagle import PEagleDrafter
 from peagle.models.target import TargetModel
@@ -44,7 +45,7 @@ def test_a_head_in_the_layout_of_the_released_ones_loads(
     network = load(write(tmp_path / "head", raw_config(), tensors), target)
     config = network.config
     assert (config.method, config.mask_token_id, config.num_hidden_layers) == ("p-eagle", MASK, 4)
-    assert config.aux_hidden_state_layer_ids == tuple(TAPS)
+    assert config.aux_hidden_state_layer_ids == tuple(AUX_LAYERS)
     assert config.has_embed_tokens
     assert config.has_lm_head
     assert config.max_speculative_tokens == MAX_SPECULATIVE_TOKENS

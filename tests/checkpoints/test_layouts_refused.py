@@ -87,8 +87,8 @@ LAYERS = "eagle_aux_hidden_state_layer_ids"
         ("num_aux_hidden_states", 4, "num_aux_hidden_states is 4"),
         ("pard_token", 3, "names several mask ids"),
         ("pard_token", [57], "names several mask ids"),
-        ("architectures", ["Eagle3Qwen3ForCausalLM"], "of no head that we know"),
-        ("architectures", None, "of no head that we know"),
+        ("architectures", ["Eagle3Qwen3ForCausalLM"], "not a config of a known head"),
+        ("architectures", None, "not a config of a known head"),
         (LAYERS, [1, 2, 3], f"{LAYERS} is [1, 2, 3], but [1, 2, 4] in eagle_config"),
         ("fc_norm", "yes", 'fc_norm cannot be "yes"'),
         ("hidden_size", "32", 'hidden_size cannot be "32"'),
@@ -154,7 +154,10 @@ def test_a_speculators_config_that_leaves_a_guess_is_refused(
         (lambda t: t.update(t2d=torch.ones(58, dtype=torch.bool)), "t2d does not mark"),
         (lambda t: t.update({"midlayer.mlp.up_proj.weight": torch.ones(24, 32)}), "layer 0 twice"),
         (lambda t: t.update({"lm_head.weight": torch.ones(23, 32)}), "lm_head.weight has shape"),
-        (lambda t: t.update({"embed_tokens.weight": torch.ones(57, 32)}), "mask id 57 is no row"),
+        (
+            lambda t: t.update({"embed_tokens.weight": torch.ones(57, 32)}),
+            "mask id 57 is not a row",
+        ),
     ],
 )
 def test_wrong_tensors_are_named(change: Any, named: str, raw: Path, target: TargetModel) -> None:

@@ -18,8 +18,8 @@ from models.serving import make_texts, serve
 from safetensors.torch import load_file
 from torch import Tensor
 
-from peagle.checkpoints.exporting import export_head
-from peagle.checkpoints.heads import read_head_config
+from peagle.checkpoints.heads.config import read_head_config
+from peagle.checkpoints.heads.exporting import export_head
 from peagle.config import SpeculativeConfig
 from peagle.engine.loading import head_drafter
 from peagle.models.eagle import EagleNetwork

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from train.tiny_folder import write_head, write_model
 
-from peagle.cli import options
+from peagle.cli import engines
 from peagle.cli.main import main
 from peagle.config import EngineConfig, SpeculativeConfig
 
@@ -23,7 +23,7 @@ def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         made.engines.append(made.make(model, engine, drafter))
         return made.engines[-1]
 
-    monkeypatch.setattr(options, "build_llm", build)
+    monkeypatch.setattr(engines, "build_llm", build)
     monkeypatch.delenv("PEAGLE_DEBUG", raising=False)
     return made
 

@@ -6,9 +6,9 @@ from dataclasses import fields
 
 import pytest
 
-from peagle.backends import vllm_backend
-from peagle.backends.vllm_options import VllmOptions
-from peagle.cli.backend_flags import BackendFlags
+from peagle.backends.vllm import backend
+from peagle.backends.vllm.options import VllmOptions
+from peagle.cli.flags.vllm import BackendFlags
 from peagle.config import EngineConfig, SpeculativeConfig
 
 from .fakes import FakeLLM, Shell
@@ -29,12 +29,12 @@ def vllm(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> list[VllmOptions]:
         shell.engines.append(FakeLLM(model, engine, drafter))
         return shell.engines[-1]
 
-    monkeypatch.setattr(vllm_backend, "VllmBackend", build)
+    monkeypatch.setattr(backend, "VllmBackend", build)
     return started
 
 
 def test_flags_are_named_as_vllms_options() -> None:
-    flags = {field.name for field in fields(BackendFlags)} - {"backend"}
+    flags = {flag.name for flag in BackendFlags.parameters()} - {"backend"}
     assert flags <= {field.name for field in fields(VllmOptions)}
 
 
@@ -93,7 +93,7 @@ def test_prepare_takes_an_endpoint_or_a_backend(shell: Shell) -> None:
 def test_without_vllm_one_line_says_how_to_get_it(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_backend, "check_installed", _missing)
+    monkeypatch.setattr(backend, "check_installed", _missing)
     assert shell("generate", "smollm2-135m", "Hi", "--backend", "vllm") == 2
     assert shell.err.splitlines() == ["error: vLLM is not installed", "hint: pip install it"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from bench.made import make_cell, make_lossless, make_results
 
-from peagle.cli.bench_table import print_results
+from peagle.cli.bench import print_results
 
 from .fakes import Shell
 
@@ -70,8 +70,8 @@ def test_bad_rows_are_named_and_raw_prompts_warned_about(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("m",), "names no out"),
-        (("--out", "o"), "names no model"),
+        (("m",), "does not set out"),
+        (("--out", "o"), "does not set model"),
         (("m", "--out", "o", "--backend", "http://127.0.0.1:9"), "gives no answer"),
         (("m", "--out", "o", "--workload", "/no/such.jsonl"), "no prompts at /no/such.jsonl"),
         (("m", "--out", "o", "--workload", "offlin"), "workload offlin: no prompts"),
@@ -119,7 +119,7 @@ def test_a_different_answer_is_an_error_where_kernels_are_batch_invariant(
     command: Shell, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     differing = replace(make_results([make_cell()]), lossless=make_lossless(2))
-    monkeypatch.setattr("peagle.bench.bench.bench", lambda *_: differing)
+    monkeypatch.setattr("peagle.bench.run.bench.bench", lambda *_: differing)
     shown = ("bench", model, "--out", str(tmp_path))
     assert command(*shown, "--batch-invariant") == 1
     assert "2 answers differ in spite of --batch-invariant" in command.err

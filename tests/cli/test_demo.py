@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from peagle.cli import options
-from peagle.cli.demo_prompts import PROMPTS
+from peagle.cli import engines
+from peagle.cli.demo import PROMPTS
 from peagle.config import EngineConfig, SpeculativeConfig
 
 from .fakes import ANSWER, FakeLLM, Shell
@@ -27,7 +27,7 @@ P_EAGLE = SimpleNamespace(
 def shipped(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
     """The heads that ship: none, until a test adds one."""
     found: list[SimpleNamespace] = []
-    monkeypatch.setattr(options, "shipped_heads", lambda: found)
+    monkeypatch.setattr(engines, "shipped_heads", lambda: found)
     return found
 
 

@@ -10,14 +10,14 @@ from train.tiny_folder import write_head
 
 from .fakes import Shell
 
-TAPS = (2, 3, 4)  # vLLM wants them increasing
+AUX_LAYERS = (2, 3, 4)  # vLLM wants them increasing
 LAYOUTS = ("vllm", "speculators")
 
 
 @pytest.fixture(scope="module")
 def exportable(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("heads") / "p-eagle"
-    return str(write_head(folder, Path(model), aux_hidden_state_layer_ids=TAPS))
+    return str(write_head(folder, Path(model), aux_hidden_state_layer_ids=AUX_LAYERS))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from peagle.cli.answering import Run, document
+from peagle.cli.generate import BatchResult, document
 from peagle.cli.prompt_files import Prompt
 from peagle.config import EngineConfig
 from peagle.outputs import CompletionOutput, Logprob, RequestOutput
@@ -136,7 +136,9 @@ def test_single_prompt_streams_on_a_terminal(shell: Shell, monkeypatch: pytest.M
 def test_logprobs_of_impossible_tokens_are_still_json() -> None:
     possible, impossible = Logprob(-0.5, 1, "a"), Logprob(float("-inf"), 2, "b")
     answer = CompletionOutput(0, "a", [1], "stop", logprobs=[{1: possible, 2: impossible}])
-    run = Run([Prompt("prompt 1", "Hi")], [RequestOutput("0", None, [1], [answer], True)], 1.0)
+    run = BatchResult(
+        [Prompt("prompt 1", "Hi")], [RequestOutput("0", None, [1], [answer], True)], 1.0
+    )
     llm = FakeLLM("m", EngineConfig(), None)
     text = json.dumps(document(llm, run, []), allow_nan=False)
     assert json.loads(text)["results"][0]["outputs"][0]["logprobs"][0]["2"]["logprob"] == -9999.0

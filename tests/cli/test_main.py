@@ -20,12 +20,12 @@ def _start(body: str, *args: str, **environment: str) -> subprocess.Popen[str]:
     """The command in a process of its own, with `build_llm` replaced by `body`."""
     code = textwrap.dedent("""
         import sys, time
-        from peagle.cli import options
+        from peagle.cli import engines
         from peagle.cli.main import run
         from peagle.errors import ModelError
         def build_llm(*_):
         {body}
-        options.build_llm = build_llm
+        engines.build_llm = build_llm
         run()
     """).format(body=textwrap.indent(body, "    "))
     return subprocess.Popen(

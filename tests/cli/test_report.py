@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from bench.made import make_cell, make_results, make_samples
 
-from peagle.bench.results_file import save_results
+from peagle.bench.results.document import save_results
 from peagle.cli.main import main
 
 from .fakes import Shell

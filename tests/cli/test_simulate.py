@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from bench.made import make_cell, make_results, modelled_grid
 
-from peagle.bench.results_file import save_results
+from peagle.bench.results.document import save_results
 from peagle.cli.main import main
 
 from .fakes import Shell
@@ -106,15 +106,15 @@ def test_a_users_error_is_one_line(shell: Shell, config: str, tmp_path: Path) ->
         (model, "how much is accepted"),
         (rates, "step costs are not known"),
         ((*model, *rates, "--spec-tokens", "3"), "acceptance at K = 3 is not known"),
-        ((*model, *rates, "--spec-tokens", "x"), "no list of whole numbers"),
-        ((*model, *rates, "--spec-tokens", "0"), "no list of whole numbers"),
+        ((*model, *rates, "--spec-tokens", "x"), "not a list of whole numbers"),
+        ((*model, *rates, "--spec-tokens", "0"), "not a list of whole numbers"),
         ((*model, *rates, "--context", "0"), "out of range"),
-        ((*model, *rates, "--bandwidth-share", "2"), "is no share"),
+        ((*model, *rates, "--bandwidth-share", "2"), "is not a share"),
         ((*model, "--acceptance", "0.1,0.2"), "rises"),
-        ((*model, *rates, "--spec-tokens", "1", "--method", "magic"), "no sizes for method"),
-        (("--model", config, "--gpu", "h900", *rates), "no preset for GPU"),
+        ((*model, *rates, "--spec-tokens", "1", "--method", "magic"), "has no known sizes"),
+        (("--model", config, "--gpu", "h900", *rates), "is not known"),
         (("--model", str(tmp_path / "no"), "--gpu", "h200", *rates), "cannot read"),
-        (("--costs", str(tmp_path / "list.json"), *rates), "is no JSON object"),
+        (("--costs", str(tmp_path / "list.json"), *rates), "is not a JSON object"),
         (("--costs", str(tmp_path / "bare"), *rates), "no cell has step times"),
         (("--validate", str(tmp_path / "bare")), "no cell has step times"),
     ):

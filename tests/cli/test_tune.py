@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from bench.made import HEAD, make_cell, make_lossless, make_results, modelled_grid
 
-from peagle.bench.results_file import save_results
+from peagle.bench.results.document import save_results
 from peagle.cli.main import main
 
 from .fakes import Shell

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from peagle.checkpoints.heads import save_head
+from peagle.checkpoints.heads.loading import save_head
 from peagle.checkpoints.targets import load_target
 from peagle.engine.llm import LLM
 

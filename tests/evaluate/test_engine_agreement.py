@@ -10,7 +10,7 @@ import pytest
 import torch
 from train import tiny
 
-from peagle.checkpoints.heads import load_head
+from peagle.checkpoints.heads.loading import load_head
 from peagle.config import EngineConfig, Verification
 from peagle.data.dataset import Dataset, DatasetWriter, Row
 from peagle.engine.engine import Engine, Speculation

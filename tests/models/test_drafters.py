@@ -14,7 +14,7 @@ from torch import Tensor
 
 from models import serving, tiny
 from models.naive import NaiveHead
-from peagle.checkpoints.heads import save_head
+from peagle.checkpoints.heads.loading import save_head
 from peagle.models.attention import MaskedAttention
 from peagle.models.drafter import NetworkDrafter
 from peagle.models.eagle import EagleNetwork

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peagle.checkpoints.heads import load_head
+from peagle.checkpoints.heads.loading import load_head
 from peagle.train.loop import TrainingRun
 from peagle.train.setup import assemble
 from train import tiny

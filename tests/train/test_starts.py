@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.checkpoints.heads import load_head, save_head
+from peagle.checkpoints.heads.loading import load_head, save_head
 from peagle.errors import ConfigError
 from peagle.models.eagle import EagleNetwork, FirstLayer
 from peagle.models.target import TargetModel

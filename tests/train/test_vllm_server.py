@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peagle.backends.vllm_server import is_healthy
+from peagle.backends.vllm.server import is_healthy
 from peagle.errors import DataError, ModelError
 from peagle.train.features.vllm_features import Workers
 from peagle.train.features.vllm_server import RequiredStates, ServerPlan, VllmServer, make_room

@@ -10,7 +10,7 @@ from engine.conftest import byte_tokenizer
 from engine.tiny import llama_config, make_head
 from transformers import LlamaForCausalLM
 
-from peagle.checkpoints.heads import save_head
+from peagle.checkpoints.heads.loading import save_head
 from peagle.checkpoints.targets import load_target
 
 CONTEXT = 256

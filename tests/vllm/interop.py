@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from peagle import LLM, SamplingParams
-from peagle.backends.vllm_backend import VllmBackend
-from peagle.backends.vllm_options import VllmOptions
-from peagle.cli.demo_prompts import PROMPTS
+from peagle.backends.vllm.backend import VllmBackend
+from peagle.backends.vllm.options import VllmOptions
+from peagle.cli.demo import PROMPTS
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.outputs import RequestOutput
 from peagle.speculation.statistics import SpecDecodeStats

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 HIDDEN, HEADS, HEAD_DIM, CONTEXT = 64, 2, 32, 256
 TARGET_LAYERS, HEAD_LAYERS = 6, 4
-TAPS = [2, 3, 5]
+AUX_LAYERS = [2, 3, 5]
 NOISE = 0.08
 
 
@@ -74,7 +74,10 @@ def _config(vocab_size: int, mask_token_id: int) -> dict[str, Any]:
         "draft_vocab_size": vocab_size,
         "ptd_token_id": mask_token_id,
         "pard_token": mask_token_id,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": TAPS, "use_aux_hidden_state": True},
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": AUX_LAYERS,
+            "use_aux_hidden_state": True,
+        },
         "norm_before_residual": False,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",

@@ -9,9 +9,9 @@ import pytest
 from interop import vllm
 from released_head import CONTEXT, write_released_head, write_target
 
-from peagle.backends.vllm_backend import VllmBackend
-from peagle.backends.vllm_options import VllmOptions
-from peagle.checkpoints.heads import resolve_head
+from peagle.backends.vllm.backend import VllmBackend
+from peagle.backends.vllm.options import VllmOptions
+from peagle.checkpoints.heads.references import resolve_head
 from peagle.config import EngineConfig
 from peagle.errors import BackendError, ConfigError, HeadError
 

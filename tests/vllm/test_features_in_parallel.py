@@ -13,8 +13,7 @@ from engine.tiny import llama_config
 from tolerance import near
 from transformers import LlamaForCausalLM
 
-from peagle.checkpoints.layerless import load_layerless
-from peagle.checkpoints.targets import load_target
+from peagle.checkpoints.targets import load_layerless, load_target
 from peagle.data.packing import lay_out
 from peagle.teacher_forcing.features import OnlineFeatures
 from peagle.train.features.vllm_server import RequiredStates, open_features

@@ -18,8 +18,9 @@ from interop import (
 )
 
 from peagle import LLM
-from peagle.checkpoints.exporting import export_head
-from peagle.checkpoints.heads import read_head_config, resolve_head
+from peagle.checkpoints.heads.config import read_head_config
+from peagle.checkpoints.heads.exporting import export_head
+from peagle.checkpoints.heads.references import resolve_head
 from peagle.checkpoints.references import resolve_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.network, pytest.mark.slow]

@@ -12,7 +12,7 @@ from released_head import CONTEXT, TARGET_LAYERS, write_released_head, write_tar
 from tolerance import rounding
 
 from peagle import SamplingParams
-from peagle.backends.vllm_backend import VllmBackend
+from peagle.backends.vllm.backend import VllmBackend
 from peagle.config import EngineConfig
 from peagle.errors import RequestError
 

@@ -10,16 +10,15 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from backends.fake_vllm import free_port, is_running
 
-from peagle.backends.released import released_models
-from peagle.backends.vllm_command import VllmCommand, build_command
-from peagle.backends.vllm_options import VllmOptions
+from peagle.backends.vllm.arguments import VllmCommand, build_command
+from peagle.backends.vllm.options import VllmOptions
+from peagle.backends.vllm.released import released_models
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -54,15 +53,13 @@ def test_vllm_s_own_parser_takes_our_lines(parse: Callable[[VllmCommand], Any], 
 
 
 def test_every_option_reaches_vllm_under_its_name(parse: Callable[[VllmCommand], Any]) -> None:
-    for field in fields(VllmOptions):
-        kind = str(field.type)
-        value: Any = False if "bool" in kind else "float32" if field.name == "dtype" else 1
-        value = {"quantization": "fp8", "kv_cache_dtype": "fp8", "block_size": 16}.get(
-            field.name, value
-        )
-        options = VllmOptions(**{field.name: value})
+    values: dict[str, Any] = {"dtype": "float32", "quantization": "fp8", "kv_cache_dtype": "fp8"}
+    values["block_size"] = 16
+    for name, kind in get_type_hints(VllmOptions).items():
+        value = values.get(name, False if kind == bool | None else 1)
+        options = VllmOptions(**{name: value})
         parsed = parse(build_command("org/m", drafter={}, options=options))
-        assert getattr(parsed, field.name) == value, field.name
+        assert getattr(parsed, name) == value, name
 
 
 @pytest.mark.parametrize(

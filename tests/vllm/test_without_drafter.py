@@ -11,7 +11,7 @@ from interop import embedded, vllm
 from released_head import CONTEXT, write_target
 
 from peagle import SamplingParams
-from peagle.backends.vllm_backend import VllmBackend
+from peagle.backends.vllm.backend import VllmBackend
 from peagle.cli.main import main
 from peagle.config import EngineConfig
 from peagle.data.dataset import Dataset

@@ -1,4 +1,8 @@
-"""Engines behind one contract, for the verbs that generate, measure and serve."""
+"""Engines behind one contract, for the verbs that generate, measure and serve.
+
+contract   what a verb sees of an engine; `peagle.LLM`, the embedded one, satisfies it as it is
+vllm       vLLM, in this process and as a server
+"""
 
 from __future__ import annotations
 

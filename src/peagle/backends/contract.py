@@ -1,5 +1,5 @@
 """What `generate`, `prepare` and `bench` see of an engine. Two implementations:
-`peagle.LLM`, the embedded engine, satisfies it as it is; `vllm_backend.VllmBackend` is vLLM."""
+`peagle.LLM`, the embedded engine, satisfies it as it is; `vllm.backend.VllmBackend` is vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OpenPrompt(Protocol):
 
     @property
     def num_output_tokens(self) -> int:
-        """So far; cheap, where `output` copies everything."""
+        """The number so far. It is cheap, where `output` copies everything."""
         ...
 
     def output(self) -> RequestOutput: ...
@@ -46,7 +46,8 @@ class Backend(Protocol):
 
     @property
     def num_compiled(self) -> int:
-        """Of what is made on first use, such as CUDA graphs: steps that make one are slow."""
+        """How many things were made on first use, such as CUDA graphs: steps that make one are
+        slow."""
         ...
 
     def get_tokenizer(self) -> Any: ...
@@ -98,5 +99,5 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends what was started; the backend is of no use afterwards. May be called twice."""
+        """Ends what was started; the backend cannot be used afterwards. May be called twice."""
         ...

@@ -83,7 +83,7 @@ def _rope(options: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _window(options: dict[str, Any]) -> int | str | None:
-    """The sliding window; "unknown" where it is not said or not every layer has it."""
+    """The sliding window; "unknown" where it is not given or not every layer has it."""
     family = options.get("model_type")
     if family == "llama":
         return None

@@ -96,6 +96,6 @@ def _open_weights(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(
-            f"{path} is truncated or no safetensors file: {error}",
+            f"{path} is truncated or not a safetensors file: {error}",
             hint="download or copy it again",
         ) from error

@@ -11,15 +11,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.cache import cache_folder
 from peagle.checkpoints.builtin import BUILTIN_MODELS, Progress, ensure_builtin
 from peagle.checkpoints.files import weight_files
 from peagle.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-__all__ = ["cache_folder", "is_hub_id", "load_config", "load_tokenizer", "resolve_model"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # No *.bin and no *.py: we run no code that a model brings along.
@@ -70,18 +67,18 @@ def load_config(folder: Path) -> PretrainedConfig:
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a model folder, with its chat template; never runs code from it.
 
-    A PlainTokenizer or transformers' own: both give the same ids and texts.
+    A RustTokenizer or transformers' own: both give the same ids and texts.
     """
-    from peagle.checkpoints.plain_tokenizer import read_plain_tokenizer
+    from peagle.checkpoints.rust_tokenizer import read_rust_tokenizer
 
-    plain = read_plain_tokenizer(folder)
-    if plain is not None:
-        return plain
+    fast = read_rust_tokenizer(folder)
+    if fast is not None:
+        return fast
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # as above, and the Rust library's plain Exception
+    except Exception as error:  # as above, and the Rust library's bare Exception
         raise ModelError(
             f"cannot load the tokenizer in {folder}: {_first_line(error)}",
             hint="the folder needs tokenizer.json and tokenizer_config.json",

@@ -1,20 +1,29 @@
-"""A model folder -> the native target, ready to run."""
+"""A model folder -> the native target, whole or without its layers, or its two tables alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from peagle.checkpoints.decoder_configs import read_decoder_config
 from peagle.checkpoints.files import iter_tensors, read_json
+from peagle.checkpoints.references import load_config
 from peagle.checkpoints.weights import load_weights
 from peagle.errors import ModelError
+from peagle.models.config import SUPPORTED_MODEL_TYPES, DecoderConfig
 from peagle.models.layers import lay_out_for_cpu
 from peagle.models.meta import on_meta
 from peagle.models.target import TargetModel
+
+EMBED, OUTPUT = "embed_tokens.weight", "lm_head.weight"
+LAYERLESS = {f"model.{EMBED}", "model.norm.weight", OUTPUT}
+# Mixtures of experts whose embedding is not scaled and whose final norm is RMSNorm, as ours:
+# without their layers they can be loaded.
+EXPERT_MODEL_TYPES = ("gpt_oss", "mixtral", "qwen3_moe")
 
 
 def load_target(folder: Path, *, dtype: torch.dtype, device: torch.device) -> TargetModel:
@@ -33,6 +42,64 @@ def load_target(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Ta
         device=device,
     )
     return target.eval()
+
+
+def load_layerless(folder: Path, *, dtype: torch.dtype, device: torch.device) -> TargetModel:
+    """A TargetModel with an empty `layers`: the embedding, the final norm and the output table.
+
+    Enough to train a head where another process computes the hidden states; a target of 140 GB
+    then costs a few. Asking it for aux_hidden_states is an error.
+    """
+    config = decoder_sizes(load_config(folder))
+    with on_meta():
+        target = TargetModel(config)
+        target.layers = nn.ModuleList()
+    target.rotary.to(device)
+    tensors = _stored_without_layers(folder, config.tie_word_embeddings)
+    load_weights(target, tensors, error=ModelError, source=str(folder), dtype=dtype, device=device)
+    return target.eval()
+
+
+def decoder_sizes(config: Any) -> DecoderConfig:
+    """The sizes that a head takes from its target; of experts, those of one of them."""
+    if config.model_type in SUPPORTED_MODEL_TYPES:
+        return DecoderConfig.from_transformers(config)
+    if config.model_type not in EXPERT_MODEL_TYPES:
+        known = ", ".join((*SUPPORTED_MODEL_TYPES, *EXPERT_MODEL_TYPES))
+        raise ModelError(
+            f"the final norm of model type {config.model_type!r} is not known",
+            hint=f"known: {known}",
+        )
+    return DecoderConfig.sizes_of(config)
+
+
+class TargetTables(NamedTuple):
+    """What a compact head borrows from its target, and an exported one must bring along."""
+
+    embed_tokens: Tensor  # [V, H]
+    lm_head: Tensor  # [V, H]
+
+
+def tables_of(target: TargetModel) -> TargetTables:
+    return TargetTables(target.embed_tokens.weight, target.lm_head.weight)
+
+
+def read_tables(folder: Path, shape: tuple[int, int]) -> TargetTables:
+    """From a model folder, in the stored dtype; the rest of the model is not read."""
+    found: dict[str, list[Tensor]] = {EMBED: [], OUTPUT: []}
+    for name, tensor in iter_tensors(folder):
+        for ending, tables in found.items():
+            if name == ending or name.endswith("." + ending):
+                tables.append(tensor)
+    embeddings, outputs = found[EMBED], found[OUTPUT] or found[EMBED]  # tied: one is stored
+    for ending, tables in ((EMBED, embeddings), (OUTPUT, outputs)):
+        fitting = [t for t in tables if t.is_floating_point() and t.shape == shape]
+        if len(tables) != 1 or not fitting:
+            raise ModelError(
+                f"{folder} does not hold one unquantized {ending} of {shape[0]} x {shape[1]}",
+                hint="a head borrows this table: give the target as it was trained",
+            )
+    return TargetTables(embeddings[0], outputs[0])
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
@@ -59,3 +126,9 @@ def _stored(folder: Path, tied: bool) -> Iterator[tuple[str, Tensor]]:
             f"{folder} has an lm_head.weight of its own, but its config.json ties it",
             hint='set "tie_word_embeddings" to false in config.json',
         )
+
+
+def _stored_without_layers(folder: Path, tied: bool) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in iter_tensors(folder):
+        if name in LAYERLESS and not (tied and name == "lm_head.weight"):
+            yield name.removeprefix("model."), tensor

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from peagle.cli import bench_table, options, render
-from peagle.cli.bench_flags import BenchFlags
-from peagle.cli.flags import expand_flags
-from peagle.cli.options import Json
+from peagle.bench.analysis.gains import gains_at
+from peagle.bench.analysis.series import cell_quantiles
+from peagle.bench.report.verdict import lossless_verdict
+from peagle.bench.results.settings import Setting, by_place, full_name, series_names
+from peagle.cli import engines, render
+from peagle.cli.flags import Json, expand_flags
+from peagle.cli.flags.bench import BenchFlags
+
+if TYPE_CHECKING:
+    from peagle.bench.analysis.compare import CellComparison, Comparison
+    from peagle.bench.results.document import Cell, Lossless, Quantiles, Results
+    from peagle.bench.results.intervals import Interval
 
 RUN = "run"
+RESULT_COLUMNS = (
+    *("method", "K", "load", "tokens/s", "+-", "speed-up", "acceptance", "no loops"),
+    *("TTFT p50", "TPOT p50", "E2EL p95"),
+)
+MOST_SHOWN = 5
+COMPARISON_COLUMNS = (
+    *("method", "K", "workload", "load"),
+    *("A tokens/s", "B tokens/s", "B / A", "acceptance"),
+)
 
 
 class _RunByDefault(TyperGroup):
@@ -50,26 +67,26 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Measure a grid of method x K x load x workload. `peagle bench compare A B` compares two."""
-    from peagle.bench.plan_reading import make_plan, read_yaml
+    from peagle.bench.run.plan import make_plan, read_yaml
 
     given = read_yaml(config) if config else {}
     own = {"model": model, "out": out, "overwrite": overwrite}
     given |= flags.given() | {name: value for name, value in own.items() if value is not None}
     plan = make_plan(given, str(config) if config else "the command line")
 
-    from peagle.bench.bench import bench
+    from peagle.bench.run.bench import bench
     from peagle.cli.bench_progress import TerminalProgress
 
     with TerminalProgress() as progress:
         try:
-            results = bench(plan, options.build_backend, progress, progress.note)
+            results = bench(plan, engines.build_backend, progress, progress.note)
         except KeyboardInterrupt:
             progress.note(
                 f"interrupted: {plan.path} keeps what was measured; run it again to go on"
             )
             raise
     file = sys.stderr if as_json else sys.stdout
-    bench_table.print_results(results, file=file)
+    print_results(results, file=file)
     render.note(f"results: {plan.path}")
     if as_json:
         render.print_json(results.to_json())
@@ -83,12 +100,130 @@ def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help="An --out of peagle bench: before.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="Another: after.")],
     tolerance: Annotated[
-        float | None, typer.Option(help="A loss below this share is no regression.")
+        float | None, typer.Option(help="A loss below this share does not count.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Compare what is not alike too.")] = False,
     as_json: Json = False,
 ) -> None:
     """Compare two results; exit code 1 on a regression beyond noise."""
-    from peagle.cli.bench_compare import run_compare
+    from peagle.bench.analysis.compare import TOLERANCE
+    from peagle.bench.analysis.compare import compare as compare_results
+    from peagle.bench.results.document import load_results
 
-    raise typer.Exit(run_compare(a, b, tolerance=tolerance, force=force, as_json=as_json))
+    allowed = TOLERANCE if tolerance is None else tolerance
+    found = compare_results(load_results(a), load_results(b), tolerance=allowed, force=force)
+    print_comparison(found, sys.stderr if as_json else sys.stdout)
+    if as_json:
+        render.print_json(found.to_json())
+    raise typer.Exit(found.exit_code)
+
+
+def print_results(results: Results, *, file: IO[str]) -> None:
+    """One table per workload, times in milliseconds, then what the check of losslessness found."""
+    names, rows = series_names(results.cells), dict[str, list[list[str]]]()
+    for place, cells in by_place(results.cells).items():
+        gained = gains_at(place, cells)
+        rows.setdefault(place.workload, []).extend(
+            _result_row(names[setting.series], cell, gained.get(setting))
+            for setting, cell in cells.items()
+        )
+    for workload, own in rows.items():
+        render.print_table(f"{workload} (latencies in ms)", RESULT_COLUMNS, own, file=file)
+    for line in lossless_lines(results.lossless, results.manifest.dtype):
+        file.write(line + "\n")
+    for line in _failures(results):
+        file.write(line + "\n")
+    if results.partial:
+        file.write("partial: not every run of the grid is there\n")
+
+
+def _failures(results: Results) -> list[str]:
+    found = dict.fromkeys(e for c in results.cells for run in c.repeats for e in run.errors)
+    lines = [f"failed: {error}" for error in list(found)[:MOST_SHOWN]]
+    more = len(found) - len(lines)
+    return [*lines, f"  and {more} more: results.json has them"] if more else lines
+
+
+def lossless_lines(lossless: Lossless | None, dtype: str) -> list[str]:
+    if lossless is None:
+        return []
+    lines = [lossless_verdict(lossless, dtype)]
+    if lossless.not_comparable:
+        lines.append(f"  {lossless.not_comparable} more followed a turn that differed")
+    for d in lossless.differences[:MOST_SHOWN]:
+        gap = "" if d.gap is None else f", log-probabilities {d.gap:.2g} apart"
+        name = full_name(Setting(d.method, d.num_speculative_tokens))
+        lines.append(
+            f"  {name} at {d.load}, {d.prompt}, turn {d.turn + 1}, token {d.position + 1}: "
+            f"{d.got_text!r} for {d.expected_text!r}{gap}"
+        )
+    if lossless.different > MOST_SHOWN:
+        lines.append(f"  and {lossless.different - MOST_SHOWN} more: peagle report shows them")
+    return lines
+
+
+def _result_row(name: str, cell: Cell, gain: Interval | None) -> list[str]:
+    summary = cell.summary()
+    assert summary is not None, "a cell without repeats is left out"
+    otps = summary.otps
+    return [
+        name + (" (partial)" if summary.partial else ""),
+        str(cell.num_speculative_tokens or "-"),
+        cell.load,
+        f"{otps.mean:.1f}",
+        "-" if otps.half_width is None else f"{otps.half_width:.1f}",
+        "-" if gain is None else f"{gain.mean:.2f}x",
+        _number(summary.acceptance_length),
+        _number(summary.acceptance_without_looping),
+        _milliseconds(cell_quantiles(cell, "ttft"), "p50"),
+        _milliseconds(cell_quantiles(cell, "tpot"), "p50"),
+        _milliseconds(cell_quantiles(cell, "e2el"), "p95"),
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _milliseconds(quantiles: Quantiles | None, name: str) -> str:
+    return "-" if quantiles is None else f"{1000 * getattr(quantiles, name):.1f}"
+
+
+def print_comparison(found: Comparison, file: IO[str]) -> None:
+    render.print_table(
+        "B against A",
+        COMPARISON_COLUMNS,
+        [_comparison_row(cell) for cell in found.cells],
+        file=file,
+    )
+    for warning in found.warnings:
+        file.write(f"note: {warning}\n")
+    for name, cells in (("A", found.only_a), ("B", found.only_b)):
+        if cells:
+            file.write(f"only in {name}: {', '.join(cells)}\n")
+    worse = len(found.regressions)
+    file.write(f"{worse} of {len(found.cells)} cells are worse beyond noise\n")
+
+
+def _comparison_row(cell: CellComparison) -> list[str]:
+    lengths = (cell.acceptance_a, cell.acceptance_b)
+    return [
+        cell.setting.method,
+        str(cell.setting.num_speculative_tokens or "-"),
+        cell.place.workload,
+        cell.place.load,
+        _speed(cell.a),
+        _speed(cell.b),
+        f"{_ratio(cell.ratio)} {'WORSE' if cell.is_regression else cell.verdict}",
+        "-" if None in lengths else " -> ".join(f"{length:.2f}" for length in lengths),
+    ]
+
+
+def _speed(speed: Interval) -> str:
+    half = speed.half_width
+    return f"{speed.mean:.1f}" + ("" if half is None else f" +-{half:.1f}")
+
+
+def _ratio(ratio: Interval) -> str:
+    bounds = "" if ratio.low is None else f" ({ratio.low:.3f} to {ratio.high:.3f})"
+    return f"{ratio.mean:.3f}{bounds}"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from statistics import fmean
 from types import TracebackType
 from typing import Any
 
-from peagle.bench.cells import Run
-from peagle.bench.grid import Turn
-from peagle.bench.progress import TimeLeft, in_words
+from peagle.bench.results.document import CellRun
+from peagle.bench.run.grid import GridCell, PlannedRun
 from peagle.cli import render
 
 
@@ -39,7 +39,7 @@ class TerminalProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def begin(self, todo: Sequence[Turn], num_done: int) -> None:
+    def begin(self, todo: Sequence[PlannedRun], num_done: int) -> None:
         self._left = TimeLeft(todo)
         self._done, self._total = num_done, num_done + len(todo)
         if num_done:
@@ -47,18 +47,18 @@ class TerminalProgress:
         if self._bar is not None:
             self._task = self._bar.add_task("", total=self._total, completed=num_done)
 
-    def start(self, turn: Turn) -> None:
+    def start(self, planned: PlannedRun) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, description=f"{_name(turn)}{self._remaining()}")
+            self._bar.update(self._task, description=f"{_name(planned)}{self._remaining()}")
 
-    def finish(self, turn: Turn, run: Run, seconds: float) -> None:
+    def finish(self, planned: PlannedRun, run: CellRun, seconds: float) -> None:
         self._done += 1
-        self._left.finish(turn, seconds)
+        self._left.finish(planned, seconds)
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done)
             return
         place = f"[{self._done}/{self._total}]"
-        self.note(f"{place} {_name(turn)}: {run.otps:.1f} tokens/s{self._remaining()}")
+        self.note(f"{place} {_name(planned)}: {run.otps:.1f} tokens/s{self._remaining()}")
 
     def note(self, text: str) -> None:
         if self._bar is not None:
@@ -68,10 +68,37 @@ class TerminalProgress:
 
     def _remaining(self) -> str:
         seconds = self._left.estimate()
-        return "" if seconds is None else f", {in_words(seconds)} left"
+        return "" if seconds is None else f", {duration_in_words(seconds)} left"
 
 
-def _name(turn: Turn) -> str:
-    cell = turn.cell.empty()
+def _name(planned: PlannedRun) -> str:
+    cell = planned.cell.empty()
     depth = f" K={cell.num_speculative_tokens}" if cell.num_speculative_tokens else ""
-    return f"{cell.label}{depth}, load {cell.load}, {cell.workload}, repeat {turn.repeat + 1}"
+    return f"{cell.label}{depth}, load {cell.load}, {cell.workload}, repeat {planned.repeat + 1}"
+
+
+class TimeLeft:
+    """A cell takes as long as the last time; one that was not run yet, the mean of the others."""
+
+    def __init__(self, todo: Sequence[PlannedRun]) -> None:
+        self.todo = list(todo)
+        self.seconds: dict[GridCell, float] = {}
+
+    def finish(self, planned: PlannedRun, seconds: float) -> None:
+        self.todo.remove(planned)
+        self.seconds[planned.cell] = seconds
+
+    def estimate(self) -> float | None:
+        """Seconds; None before the first run is done."""
+        if not self.seconds:
+            return None
+        usual = fmean(self.seconds.values())
+        return sum(self.seconds.get(planned.cell, usual) for planned in self.todo)
+
+
+def duration_in_words(seconds: float) -> str:
+    """`48 s`, `12 min`, `3 h 05 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"

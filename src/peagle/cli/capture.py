@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import typer
 
 from peagle.cli import render
-from peagle.cli.flags import expand_flags
-from peagle.cli.options import EngineFlags, Json
+from peagle.cli.flags import Json, expand_flags
+from peagle.cli.flags.engine import EngineFlags
 from peagle.errors import ConfigError
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -56,10 +56,10 @@ def capture(
 
     if vllm and backend != "vllm":
         raise ConfigError("--vllm has no effect on the embedded engine", hint="add --backend vllm")
-    if backend == "vllm" and engine.quantization is not None:
+    if backend == "vllm" and "quantization" in engine.given:
         raise ConfigError(
             "--quantization is the embedded engine's here",
-            hint=f"use --vllm 'args=[--quantization={engine.quantization}]'",
+            hint=f"use --vllm 'args=[--quantization={engine.given['quantization']}]'",
         )
     section = vllm_section(vllm or []) if backend == "vllm" else None
     opened = Dataset(dataset, max_length)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from peagle.cli import options, render
-from peagle.cli.answering import with_system
-from peagle.cli.flags import expand_flags
-from peagle.cli.options import DrafterFlags, EngineFlags, Model, SamplingFlags, System
-from peagle.cli.prompt_files import Message
+from peagle.cli import engines, render
+from peagle.cli.flags import Model, System, expand_flags
+from peagle.cli.flags.drafter import DrafterFlags
+from peagle.cli.flags.engine import EngineFlags
+from peagle.cli.flags.sampling import SamplingFlags
+from peagle.cli.prompt_files import Message, with_system
 from peagle.errors import ConfigError, RequestError
 from peagle.sampling_params import SamplingParams
 
@@ -33,9 +34,9 @@ def chat(
     engine: EngineFlags,
     system: System = None,
 ) -> None:
-    """Talk to a model; lines come from the terminal or a pipe."""
+    """Chat with a model; lines come from the terminal or a pipe."""
     params = sampling.params()
-    llm = options.build_llm(model, engine.config(), drafter.config())
+    llm = engines.build_llm(model, engine.config(), drafter.config())
     if not llm.get_tokenizer().chat_template:
         raise ConfigError(
             f"{model} has no chat template", hint="use peagle generate MODEL PROMPT --raw"
@@ -71,7 +72,7 @@ def _converse(llm: LLM, params: SamplingParams, system: str | None) -> bool:
 
 
 def _lines() -> Iterator[str]:
-    """What the user says, without blank lines; the terminal's prompt goes to no pipe."""
+    """What the user types, without blank lines; the terminal's prompt goes to no pipe."""
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
         import readline  # noqa: F401  gives input() line editing and history
@@ -89,7 +90,7 @@ def _lines() -> Iterator[str]:
 
 
 def _answer(llm: LLM, messages: list[Message], params: SamplingParams) -> str:
-    """Streams one answer to stdout; cancelled by Ctrl-C, what was said so far is the answer."""
+    """Streams one answer to stdout; cancelled by Ctrl-C, the text so far is the answer."""
     request = llm.render_chat(messages)
     start = time.perf_counter()
     text, result = "", None

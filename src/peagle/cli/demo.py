@@ -5,21 +5,104 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from peagle.cli import comparison, options, render
-from peagle.cli.comparison import Contender, find_differences
-from peagle.cli.demo_prompts import PROMPTS
-from peagle.cli.options import Json
+from peagle.cli import engines, render
+from peagle.cli.flags import Json
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
+from peagle.speculation.looping import is_looping
+from peagle.speculation.statistics import SpecDecodeStats
+
+if TYPE_CHECKING:
+    from peagle.engine.llm import LLM
 
 MODEL = "smollm2-135m"
 NUM_PROMPTS = 6
 MAX_TOKENS = 128
+COLUMNS = (
+    "method",
+    "K",
+    "tokens/s",
+    "speed-up",
+    "mean acceptance length",
+    "without looping",
+    "steps that drafted",
+    "same output",
+)
+# Written for the demo: chat, code, maths, summarising, rewriting, extraction.
+PROMPTS = (
+    "I have a free Saturday in a city I do not know. How should I plan the day?",
+    "Write a Python function that returns the n-th Fibonacci number, and one that lists the "
+    "first n of them. Add a docstring to each.",
+    "A bakery sells rolls at 3 for 2 euros. Anna buys 12 rolls and pays with a 20 euro note. "
+    "How much change does she get? Explain step by step.",
+    "Summarise this in two sentences: The old lighthouse on the cape was built in 1871 to guide "
+    "fishing boats past the reef. For ninety years a keeper lived there and lit the lamp by hand "
+    "every evening. In 1961 the lamp was replaced by an electric one, the last keeper moved to the "
+    "village, and the house stood empty until a group of volunteers turned it into a small museum "
+    "of the sea.",
+    "Rewrite this letter so that it is polite: You sent me the wrong shoes. I ordered the blue "
+    "ones in size 42 and got red ones in size 40. Send me the right ones at once and take these "
+    "back.",
+    "List every name and every date in this text as a table with two columns: Maria opened the "
+    "shop on 3 May 2004. Her brother Luis joined her on 17 June 2006, and their cousin Elena took "
+    "over the accounts on 1 January 2011.",
+    "Explain to a ten-year-old why the sky is blue and why it is red in the evening.",
+    "Write a JavaScript function that takes a list of words and returns an object that counts how "
+    "often each word occurs.",
+)
+
+
+@dataclass
+class Contender:
+    """One method, its engine and what it has done so far: one entry per prompt."""
+
+    name: str
+    llm: LLM
+    num_speculative_tokens: int | None
+    answers: list[list[int]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    stats: list[SpecDecodeStats] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.answers))
+
+    @property
+    def tokens_per_second(self) -> float:
+        return render.rate(self.num_tokens, sum(self.seconds))
+
+    @property
+    def looping(self) -> list[bool]:
+        return [is_looping(answer) for answer in self.answers]
+
+    def total(self, *, with_looping: bool = True) -> SpecDecodeStats:
+        total = SpecDecodeStats()
+        for stats, loops in zip(self.stats, self.looping, strict=True):
+            if with_looping or not loops:
+                total.merge(stats)
+        return total
+
+
+class Difference(NamedTuple):
+    """Where a method first left the plain target's answer; None: the answer had ended."""
+
+    method: str
+    prompt: int  # counted from 1, as is the token
+    token: int
+    expected: int | None
+    got: int | None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.method}: prompt {self.prompt}, token {self.token}: "
+            f"plain has {_named(self.expected)}, {self.method} has {_named(self.got)}"
+        )
 
 
 def demo(
@@ -36,9 +119,9 @@ def demo(
     _run(contenders, PROMPTS[:prompts], params)
     document = _document(model, contenders, params)
     title = f"{model}: {prompts} prompts, greedy, up to {max_tokens} tokens, one at a time"
-    rows = [comparison.table_row(figures) for figures in document["methods"]]
+    rows = [table_row(figures) for figures in document["methods"]]
     file = sys.stderr if as_json else sys.stdout
-    render.print_table(title, comparison.COLUMNS, rows, file=file)
+    render.print_table(title, COLUMNS, rows, file=file)
     if as_json:
         render.print_json(document)
     _exit_if_different(contenders)
@@ -50,7 +133,7 @@ def _contenders(model: str) -> list[Contender]:
         "plain": None,
         "ngram": SpeculativeConfig(method="ngram"),
     }
-    for head in options.shipped_heads():
+    for head in engines.shipped_heads():
         if head.target == model:
             drafters[head.name.removeprefix(f"{model}-")] = SpeculativeConfig(model=head.name)
     return [_contender(model, name, drafter) for name, drafter in drafters.items()]
@@ -59,7 +142,7 @@ def _contenders(model: str) -> list[Contender]:
 def _contender(model: str, name: str, drafter: SpeculativeConfig | None) -> Contender:
     # float32: the claim is equality token for token, and bfloat16 has ties that rounding breaks.
     render.note(f"loading {model}, {name}")
-    llm = options.build_llm(model, EngineConfig(dtype="float32", max_num_seqs=1), drafter)
+    llm = engines.build_llm(model, EngineConfig(dtype="float32", max_num_seqs=1), drafter)
     llm.chat(_messages("Hello"), SamplingParams(temperature=0.0, max_tokens=8))  # warm-up
     return Contender(name, llm, llm.num_speculative_tokens if drafter else None)
 
@@ -92,7 +175,7 @@ def _document(
         "model": model,
         "num_prompts": len(plain.answers),
         "max_tokens": params.max_tokens,
-        "methods": [comparison.record(plain, contender) for contender in contenders],
+        "methods": [record(plain, contender) for contender in contenders],
         "identical": not differences,
         "differences": differences,
         "provenance": provenance(probe_torch=True),
@@ -111,3 +194,66 @@ def _exit_if_different(contenders: Sequence[Contender]) -> None:
 
 def _messages(prompt: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt}]
+
+
+def find_differences(plain: Contender, other: Contender) -> list[Difference]:
+    """The first difference of each answer; empty if all tokens are the same."""
+    found = []
+    for number, (ours, theirs) in enumerate(zip(plain.answers, other.answers, strict=True), 1):
+        if ours != theirs:
+            at = _first_difference(ours, theirs)
+            found.append(Difference(other.name, number, at + 1, _at(ours, at), _at(theirs, at)))
+    return found
+
+
+def record(plain: Contender, other: Contender) -> dict[str, Any]:
+    """One method's figures, ready for JSON."""
+    total, steady = other.total(), other.total(with_looping=False)
+    return {
+        "method": other.name,
+        "num_speculative_tokens": other.num_speculative_tokens,
+        "num_output_tokens": other.num_tokens,
+        "seconds": sum(other.seconds),
+        "tokens_per_second": other.tokens_per_second,
+        "speedup": render.rate(1, plain.tokens_per_second) * other.tokens_per_second,
+        "mean_acceptance_length": total.mean_acceptance_length if total.num_drafts else None,
+        "mean_acceptance_length_without_looping": (
+            steady.mean_acceptance_length if steady.num_drafts else None
+        ),
+        "looping_answers": sum(other.looping),
+        "share_of_steps_that_drafted": render.rate(total.num_drafts, total.num_steps),
+        "same_output": not find_differences(plain, other),
+        "stats": total.as_dict(),
+    }
+
+
+def table_row(figures: dict[str, Any]) -> list[str]:
+    """The columns of COLUMNS."""
+    k = figures["num_speculative_tokens"]
+    return [
+        figures["method"],
+        str(k) if k else "-",
+        f"{figures['tokens_per_second']:.1f}",
+        f"{figures['speedup']:.2f}x",
+        _length(figures["mean_acceptance_length"]),
+        _length(figures["mean_acceptance_length_without_looping"]),
+        f"{figures['share_of_steps_that_drafted']:.0%}" if k else "-",
+        "yes" if figures["same_output"] else "NO",
+    ]
+
+
+def _length(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _first_difference(a: list[int], b: list[int]) -> int:
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
+def _at(tokens: list[int], index: int) -> int | None:
+    return tokens[index] if index < len(tokens) else None
+
+
+def _named(token_id: int | None) -> str:
+    return "the end" if token_id is None else f"id {token_id}"

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from peagle.cli import render
-from peagle.cli.flags import expand_flags
-from peagle.cli.options import EngineFlags, Json
+from peagle.cli.flags import Json, expand_flags
+from peagle.cli.flags.engine import EngineFlags
 from peagle.errors import ConfigError
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peagle.cli import render
-from peagle.cli.options import Json
+from peagle.cli.flags import Json
 
 
 def env(as_json: Json = False) -> None:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peagle.cli import render
-from peagle.cli.answer_flags import AnswerFlags, Limit, Split
-from peagle.cli.flags import expand_flags
-from peagle.cli.options import MAX_TOKENS, EngineFlags, Json
+from peagle.cli.flags import Json, expand_flags
+from peagle.cli.flags.answers import AnswerFlags, Limit, Split
+from peagle.cli.flags.engine import EngineFlags
+from peagle.cli.flags.sampling import MAX_TOKENS
 from peagle.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

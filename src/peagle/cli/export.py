@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from peagle.cli import render
-from peagle.cli.options import Json
+from peagle.cli.flags import Json
 from peagle.errors import ConfigError
 
 
@@ -30,9 +30,10 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write HEAD as a folder that vLLM loads unchanged."""
-    from peagle.checkpoints.exporting import export_head
-    from peagle.checkpoints.heads import read_head_config, resolve_head
-    from peagle.checkpoints.vllm_reading import UNNAMED_TARGET
+    from peagle.checkpoints.heads.config import read_head_config
+    from peagle.checkpoints.heads.exporting import export_head
+    from peagle.checkpoints.heads.references import resolve_head
+    from peagle.checkpoints.heads.vllm_layout import UNNAMED_TARGET
 
     target = model or read_head_config(resolve_head(head)).target_model
     if target == UNNAMED_TARGET:

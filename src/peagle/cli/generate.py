@@ -3,19 +3,66 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Sequence
 from contextlib import closing
-from typing import Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from peagle.cli import answering, options, render
-from peagle.cli.answering import Run
-from peagle.cli.backend_flags import BackendFlags
-from peagle.cli.flags import expand_flags
-from peagle.cli.options import DrafterFlags, EngineFlags, Json, Model, SamplingFlags, System
-from peagle.cli.prompt_files import Failure, read_prompts
-from peagle.errors import ConfigError
+from peagle.cli import engines, render
+from peagle.cli.flags import Json, Model, System, expand_flags
+from peagle.cli.flags.drafter import DrafterFlags
+from peagle.cli.flags.engine import EngineFlags
+from peagle.cli.flags.sampling import SamplingFlags
+from peagle.cli.flags.vllm import BackendFlags
+from peagle.cli.prompt_files import Failure, Prompt, read_prompts, with_system
+from peagle.errors import ConfigError, RequestError
 from peagle.sampling_params import SamplingParams
+from peagle.speculation.statistics import SpecDecodeStats
+
+if TYPE_CHECKING:
+    from peagle.backends.contract import Backend
+    from peagle.outputs import CompletionOutput, Logprob, RequestOutput
+
+LOWEST_LOGPROB = -9999.0  # for -inf, which JSON has no word for; vLLM writes the same
+
+
+class Job(NamedTuple):
+    """A prompt and the form in which the engine takes it."""
+
+    prompt: Prompt
+    request: str | dict[str, Any]
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What the engine gave back, in the order of the prompts."""
+
+    prompts: list[Prompt]
+    results: list[RequestOutput]
+    seconds: float
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(answer.token_ids) for result in self.results for answer in result.outputs)
+
+    @property
+    def stats(self) -> SpecDecodeStats:
+        total = SpecDecodeStats()
+        for result in self.results:
+            total.merge(result.stats)
+        return total
+
+    @property
+    def failures(self) -> list[Failure]:
+        return [
+            Failure(prompt.where, answer.error or "the engine gave no reason")
+            for prompt, result in zip(self.prompts, self.results, strict=True)
+            for answer in result.outputs
+            if answer.finish_reason == "error"
+        ]
 
 
 @expand_flags
@@ -42,7 +89,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Answer prompts, all in one batch. A prompt that cannot be answered is named: exit code 2."""
-    # 1. Whatever can be wrong without the model is said before it is loaded.
+    # 1. Whatever can be wrong without the model is reported before it is loaded.
     _refuse_contradictions(raw, system, logprobs, as_json)
     params = sampling.params(n=n, logprobs=logprobs)
     engine_config, drafter_config = engine.config(backend.backend), drafter.config()
@@ -52,21 +99,21 @@ def generate(
 
     # 2. What the engine would refuse is set aside, the rest is answered.
     if good:
-        llm = options.build_backend(model, engine_config, drafter_config, vllm)
+        llm = engines.build_backend(model, engine_config, drafter_config, vllm)
         streaming = len(good) == n == 1 and not as_json and sys.stdout.isatty()
         with closing(llm):
-            jobs, refused = answering.prepare(llm, good, params, system=system, raw=raw)
+            jobs, refused = prepare_jobs(llm, good, params, system=system, raw=raw)
             _report(refused)
             if jobs and streaming:
-                run = answering.answer_streaming(llm, jobs[0], params)
+                run = answer_streaming(llm, jobs[0], params)
             else:
-                run = answering.answer_all(llm, jobs, params)
+                run = answer_all(llm, jobs, params)
         _report(run.failures)
         failures = [*failures, *refused, *run.failures]
 
         # 3. Data to stdout, the rest to stderr.
         if as_json:
-            render.print_json(answering.document(llm, run, failures))
+            render.print_json(document(llm, run, failures))
         elif not streaming:
             _print_texts(run, headers=len(good) * n > 1)
         if run.results:
@@ -91,7 +138,7 @@ def _report(failures: list[Failure]) -> None:
         render.print_error(f"{failure.where}: {failure.message}", failure.hint)
 
 
-def _print_texts(run: Run, *, headers: bool) -> None:
+def _print_texts(run: BatchResult, *, headers: bool) -> None:
     """The answers; headers as `head` and `tail` print them where there are several."""
     for prompt, result in zip(run.prompts, run.results, strict=True):
         for answer in result.outputs:
@@ -101,3 +148,98 @@ def _print_texts(run: Run, *, headers: bool) -> None:
                 number = f", answer {answer.index + 1}" if len(result.outputs) > 1 else ""
                 render.write(f"==> {prompt.where}{number} <==\n")
             render.write(f"{answer.text}\n")
+
+
+def prepare_jobs(
+    llm: Backend,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    system: str | None,
+    raw: bool,
+) -> tuple[list[Job], list[Failure]]:
+    """Sets aside what the engine would refuse, so that one bad prompt costs the others nothing."""
+    jobs: list[Job] = []
+    failures: list[Failure] = []
+    for prompt in prompts:
+        try:
+            request = _request(llm, prompt, system=system, raw=raw)
+            llm.check_request(request, params)
+            jobs.append(Job(prompt, request))
+        except RequestError as error:
+            failures.append(Failure(prompt.where, error.message, error.hint))
+    return jobs, failures
+
+
+def answer_all(llm: Backend, jobs: Sequence[Job], params: SamplingParams) -> BatchResult:
+    start = time.perf_counter()
+    results = llm.generate([job.request for job in jobs], params) if jobs else []
+    return BatchResult([job.prompt for job in jobs], results, time.perf_counter() - start)
+
+
+def answer_streaming(llm: Backend, job: Job, params: SamplingParams) -> BatchResult:
+    """One prompt, its text to stdout as it comes."""
+    start = time.perf_counter()
+    written, result = 0, None
+    for result in llm.stream(job.request, params):
+        text = result.outputs[0].text
+        render.write(text[written:])
+        written = len(text)
+    render.write("\n")
+    return BatchResult([job.prompt], [result] if result else [], time.perf_counter() - start)
+
+
+def document(llm: Backend, run: BatchResult, failures: Sequence[Failure]) -> dict[str, Any]:
+    """The run as JSON."""
+    return {
+        "model": str(llm.model_path),
+        "method": llm.method,
+        "num_speculative_tokens": llm.num_speculative_tokens,
+        "results": [
+            {
+                "where": prompt.where,
+                "prompt": prompt.content,
+                "num_prompt_tokens": len(result.prompt_token_ids),
+                "outputs": [_answer_document(answer) for answer in result.outputs],
+                "stats": result.stats.as_dict(),
+            }
+            for prompt, result in zip(run.prompts, run.results, strict=True)
+        ],
+        "errors": [failure._asdict() for failure in failures],
+        "num_output_tokens": run.num_tokens,
+        "seconds": run.seconds,
+        "tokens_per_second": render.rate(run.num_tokens, run.seconds),
+        "stats": run.stats.as_dict(),
+    }
+
+
+def _answer_document(answer: CompletionOutput) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+    }
+    if answer.logprobs is not None:
+        record["cumulative_logprob"] = answer.cumulative_logprob
+        record["logprobs"] = [
+            {token_id: _logprob(logprob) for token_id, logprob in position.items()}
+            for position in answer.logprobs
+        ]
+    return record
+
+
+def _logprob(entry: Logprob) -> dict[str, Any]:
+    return entry._asdict() | {"logprob": max(entry.logprob, LOWEST_LOGPROB)}
+
+
+def _request(
+    llm: Backend, prompt: Prompt, *, system: str | None, raw: bool
+) -> str | dict[str, Any]:
+    if raw or not llm.get_tokenizer().chat_template:
+        if system is None and isinstance(prompt.content, str):
+            return prompt.content
+        raise RequestError(
+            "messages need a chat template", hint="drop --raw, or use a model that has one"
+        )
+    return llm.render_chat(with_system(prompt.messages, system))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from peagle.cli import options, render
-from peagle.cli.options import Json
+from peagle.cli import engines, render
+from peagle.cli.flags import Json
 
 COLUMNS = ("head", "method", "target", "K", "folder")
 RELEASED_COLUMNS = ("model", "head", "K")
@@ -15,7 +15,7 @@ def heads(as_json: Json = False) -> None:
     """List the heads that ship with peagle, and released ones that vLLM serves by name."""
     rows = [
         (head.name, head.method, head.target, head.num_speculative_tokens, str(head.path))
-        for head in options.shipped_heads()
+        for head in engines.shipped_heads()
     ]
     if as_json:
         keys = ("name", "method", "target", "num_speculative_tokens", "path")
@@ -29,7 +29,7 @@ def heads(as_json: Json = False) -> None:
 
 
 def _released() -> list[tuple[str, str, int]]:
-    from peagle.backends.released import released_models
+    from peagle.backends.vllm.released import released_models
 
     return [
         (m.name, m.head if m.confirmed else f"{m.head} (not confirmed)", m.num_speculative_tokens)

@@ -38,7 +38,6 @@ EXIT_OURS, EXIT_USER, EXIT_INTERRUPTED = 1, 2, 130
 app = typer.Typer(
     name="peagle",
     help="Lossless parallel speculative decoding: faster answers, the same tokens.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

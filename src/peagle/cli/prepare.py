@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peagle.cli import options, render
-from peagle.cli.answer_flags import AnswerFlags, Limit, Split
-from peagle.cli.backend_flags import BackendFlags
-from peagle.cli.flags import expand_flags
-from peagle.cli.options import DrafterFlags, EngineFlags, Json
+from peagle.cli import engines, render
+from peagle.cli.flags import Json, expand_flags
+from peagle.cli.flags.answers import AnswerFlags, Limit, Split
+from peagle.cli.flags.drafter import DrafterFlags
+from peagle.cli.flags.engine import EngineFlags
+from peagle.cli.flags.vllm import BackendFlags
 from peagle.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from peagle.backends.vllm_options import VllmOptions
+    from peagle.backends.vllm.options import VllmOptions
     from peagle.prepare.answers import AnswerSource
     from peagle.prepare.dataset_spec import DatasetSpec
     from peagle.prepare.preparation import PreparationProgress
@@ -148,7 +149,7 @@ def _embedded(
 ) -> AnswerSource:
     from peagle.prepare.answers import EmbeddedAnswers
 
-    llm = options.build_llm(model, engine.config(), drafter.config())
+    llm = engines.build_llm(model, engine.config(), drafter.config())
     gc.collect()
     gc.freeze()  # or each full collection looks through all libraries again while the GPU waits
     return EmbeddedAnswers(llm.engine, spec.params)
@@ -157,7 +158,7 @@ def _embedded(
 def _vllm(
     model: str, engine: EngineFlags, drafter: DrafterFlags, spec: DatasetSpec, options: VllmOptions
 ) -> AnswerSource:
-    from peagle.backends.vllm_backend import VllmBackend
+    from peagle.backends.vllm.backend import VllmBackend
     from peagle.prepare.answers import VllmAnswers
 
     backend = VllmBackend(model, engine.config("vllm"), drafter.config(), options)

@@ -69,6 +69,13 @@ def parse_lines(data: bytes, *, jsonl: bool) -> Prompts:
     return prompts
 
 
+def with_system(messages: list[Message], system: str | None) -> list[Message]:
+    """The conversation's own system message, if it has one, wins."""
+    if system is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
 def _read(file: str) -> bytes:
     try:
         return sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()

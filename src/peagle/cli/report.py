@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from peagle.cli import render
-from peagle.cli.options import Json
+from peagle.cli.flags import Json
 from peagle.cli.tune import ResultsPath
 from peagle.errors import ConfigError
 
@@ -24,8 +24,8 @@ def report_command(
     as_json: Json = False,
 ) -> None:
     """Write one self-contained HTML file: verdict, tables, plots, answers, manifest."""
-    from peagle.bench.report import write_plots, write_report
-    from peagle.bench.results_file import load_results
+    from peagle.bench.report.page import write_plots, write_report
+    from peagle.bench.results.document import load_results
 
     results = load_results(path)
     file = out or (path if path.is_dir() else path.parent) / "report.html"

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from peagle.cli import render
-from peagle.cli.flags import expand_flags
-from peagle.cli.options import DrafterFlags, parse_json_object
-from peagle.cli.vllm_flags import VllmFlags
+from peagle.cli.flags import expand_flags, parse_json_object
+from peagle.cli.flags.drafter import DrafterFlags
+from peagle.cli.flags.vllm import OPTIONS, VllmFlags
 from peagle.errors import ConfigError
 
 if TYPE_CHECKING:
-    from peagle.backends.vllm_command import VllmCommand
+    from peagle.backends.vllm.arguments import VllmCommand
 
 VLLM_PORT = 8000  # vLLM's default
 # Other words of vLLM's for what our flags before `--` say.
@@ -26,7 +26,7 @@ VLLMS_OTHER_NAMES = (
     *("--spec-model", "--spec-method", "--spec-tokens"),
     *("-sc", "-tp", "-pp", "-dp", "-q"),
 )
-# vLLM then has no plain HTTP port of its own that we could ask.
+# vLLM then has no unencrypted HTTP port of its own that we could ask.
 WITHOUT_HEALTH = ("--headless", "--uds", "--ssl-keyfile", "--ssl-certfile", "--grpc")
 
 ServedModel = Annotated[
@@ -62,7 +62,7 @@ def serve(
     """Serve a model over HTTP until Ctrl-C."""
     if backend == "embedded":
         raise ConfigError("the embedded engine has no HTTP server yet", hint="add --backend vllm")
-    from peagle.backends.vllm_command import build_command
+    from peagle.backends.vllm.arguments import build_command
 
     command = build_command(
         model,
@@ -109,7 +109,7 @@ def _checked_words(words: Sequence[str]) -> Sequence[str]:
             f"unexpected argument {words[0]!r}", hint="vLLM's own flags follow after `--`"
         )
     ours = {"--host", "--port", "--speculative-config", "--model", *VLLMS_OTHER_NAMES}
-    ours |= {f"--{name.replace('_', '-')}" for name in VllmFlags.__dataclass_fields__}
+    ours |= {f"--{name.replace('_', '-')}" for name in OPTIONS}
     for word in words:
         name = word.split("=")[0].split(".")[0].replace("_", "-").replace("--no-", "--")
         if name in ours:
@@ -127,20 +127,20 @@ def _print(command: VllmCommand) -> None:
 
 
 def _run(command: VllmCommand, host: str | None, port: int) -> None:
-    from peagle.backends import vllm_server
-    from peagle.backends.vllm_install import find_vllm
+    from peagle.backends.vllm import server
+    from peagle.backends.vllm.install import find_vllm
 
-    # 1. What can be wrong without vLLM is said before it is started.
+    # 1. What can be wrong without vLLM is reported before it is started.
     install = find_vllm()
     headless = any(word.split("=")[0] in WITHOUT_HEALTH for word in command.arguments)
     if not headless:
-        vllm_server.check_port_is_free(host, port)
+        server.check_port_is_free(host, port)
     if command.export and not command.export.done:
         render.note(f"exporting the head to {command.export.out}")
         command.export.run()
 
     if command.local_head and Path(command.target).is_dir():
-        from peagle.backends.vllm_checks import check_head
+        from peagle.checkpoints.heads.checks import check_head
 
         check_head(command.local_head, Path(command.target))
     if install.samples_drafts_wrongly and "--speculative-config" in command.arguments:
@@ -153,7 +153,7 @@ def _run(command: VllmCommand, host: str | None, port: int) -> None:
     base = f"http://{_reachable(host)}:{port}"
     words = install.start_line(command.target, command.arguments)
     render.note(f"starting vLLM {install.version}: {shlex.join(words)}")
-    received = vllm_server.serve(
+    received = server.serve(
         words,
         health_url=None if headless else f"{base}/health",
         log=sys.stderr,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -9,21 +10,35 @@ from typing import IO, Annotated, Any
 
 import typer
 
-from peagle.bench.acceptance import Profile, read_profiles
-from peagle.bench.results_file import load_results
-from peagle.bench.settings import full_name
-from peagle.bench.simulate import Prediction, best_by_concurrency, predict_grid
-from peagle.bench.validate import Errors, Validation, validate
-from peagle.cli import render
-from peagle.cli.cost_flags import (
-    CostFlags,
-    measured_depths,
-    step_costs,
-    usual_concurrencies,
+from peagle.bench.results.document import RESULTS, from_json, load_results
+from peagle.bench.results.settings import full_name
+from peagle.bench.simulate.acceptance import Profile, read_profiles
+from peagle.bench.simulate.predict import (
+    Prediction,
+    PredictionErrors,
+    best_by_concurrency,
+    predict_grid,
+    validate,
 )
-from peagle.cli.flags import expand_flags
-from peagle.cli.options import Json
-from peagle.errors import ConfigError
+from peagle.bench.simulate.roofline import (
+    DTYPE_BYTES,
+    DecoderShape,
+    Gpu,
+    RooflineCosts,
+    decoder_shape,
+    drafter_shape,
+    find_gpu,
+)
+from peagle.bench.simulate.step_costs import (
+    MeasuredCosts,
+    StepCosts,
+    measured_costs,
+    measured_table,
+)
+from peagle.cli import render
+from peagle.cli.flags import Json, expand_flags
+from peagle.cli.flags.simulate import CostFlags
+from peagle.errors import ConfigError, DataError
 
 
 @expand_flags
@@ -80,7 +95,7 @@ def _profiles(acceptance: str | None, method: str) -> dict[str, Profile]:
 
 
 def _depths(spec_tokens: str | None, profiles: dict[str, Profile], flags: CostFlags) -> list[int]:
-    """As asked for, or every K that all profiles know and for which there are step times."""
+    """The K that were asked for, or all that every profile knows and that have step times."""
     if spec_tokens is not None:
         return _ints(spec_tokens)
     first = max(min(profile.lengths) for profile in profiles.values())
@@ -95,7 +110,7 @@ def _ints(text: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise ConfigError(f"{text!r} is no list of whole numbers from 1", hint="write 1,3,5")
+        raise ConfigError(f"{text!r} is not a list of whole numbers from 1", hint="write 1,3,5")
     return numbers
 
 
@@ -157,12 +172,84 @@ def _validated(path: Path, file: IO[str]) -> dict[str, Any]:
         file.write(f"from neighbours alone: {_error(validation.left_out)}\n")
     else:
         file.write("from neighbours alone: not known, it takes three K or three concurrencies\n")
-    return _validation_document(validation)
+    return asdict(validation)
 
 
-def _error(errors: Errors) -> str:
+def _error(errors: PredictionErrors) -> str:
     return f"median error {errors.median:.1%}, worst {errors.worst:.1%}, {errors.num_cells} cells"
 
 
-def _validation_document(validation: Validation) -> dict[str, Any]:
-    return asdict(validation)
+def step_costs(
+    flags: CostFlags, methods: list[str], concurrencies: list[int], context: int
+) -> tuple[StepCosts, list[str]]:
+    """The costs that the flags ask for, and what a reader must know of them."""
+    if flags.costs is not None:
+        return _measured(flags.costs), [f"step times: measured, {flags.costs}"]
+    if flags.model is None or flags.gpu is None:
+        raise ConfigError("step costs are not known", hint="give --model and --gpu, or --costs")
+    gpu, target = find_gpu(flags.gpu, flags.dtype), _shape(flags.model)
+    drafters = {
+        m: drafter_shape(m, target, num_layers=flags.draft_layers, vocab=flags.draft_vocab)
+        for m in methods
+    }
+    costs = RooflineCosts(gpu, target, drafters, DTYPE_BYTES[flags.dtype], flags.assumptions())
+    return costs, _cost_notes(costs, gpu, flags, concurrencies, context)
+
+
+def usual_concurrencies(flags: CostFlags) -> list[int]:
+    """What to predict where the user does not say: what was measured, if anything was."""
+    if flags.costs is None:
+        return [1, 4, 16, 64]
+    return sorted({step.concurrency for step in _measured(flags.costs).steps})
+
+
+def measured_depths(flags: CostFlags) -> list[int] | None:
+    """The K that were measured; None where step times are computed, for any K."""
+    if flags.costs is None:
+        return None
+    return sorted({step.k for step in _measured(flags.costs).steps if step.k})
+
+
+def _cost_notes(
+    costs: RooflineCosts, gpu: Gpu, flags: CostFlags, concurrencies: list[int], context: int
+) -> list[str]:
+    a = costs.assumed
+    notes = [
+        f"step times: computed, not measured, for {gpu.name}, {flags.dtype}",
+        f"assumed: {a.bandwidth_share:.0%} of peak bandwidth for weights, {a.cache_share:.0%} for "
+        f"keys and values, {a.flops_share:.0%} of peak products, {a.kernel_overhead * 1e6:g} us "
+        f"more a kernel, {a.step_overhead * 1e6:g} us more a step",
+    ]
+    full = [n for n in concurrencies if not costs.fits(n, context)]
+    if full:
+        sizes = ", ".join(map(str, full))
+        notes.append(f"does not fit the GPU's memory at context {context}: concurrency {sizes}")
+    return notes
+
+
+def _shape(model: str) -> DecoderShape:
+    path = Path(model)
+    if path.suffix != ".json":
+        from peagle.checkpoints.builtin import BUILTIN_MODELS, ensure_builtin
+
+        folder = ensure_builtin(model, progress=render.note) if model in BUILTIN_MODELS else path
+        path = folder / "config.json"
+    return decoder_shape(_read_object(path, "give a model folder or a config.json"), str(path))
+
+
+def _measured(path: Path) -> MeasuredCosts:
+    file = path / RESULTS if path.is_dir() else path
+    document = _read_object(file, "give step times or an --out of peagle bench")
+    if "manifest" in document:
+        return measured_table(from_json(document, str(file)))
+    return measured_costs(document, str(file))
+
+
+def _read_object(path: Path, hint: str) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {error}", hint=hint) from None
+    if not isinstance(document, dict):
+        raise DataError(f"{path} is not a JSON object", hint=hint)
+    return document

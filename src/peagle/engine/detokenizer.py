@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from peagle.checkpoints.plain_tokenizer import PlainTokenizer
+from peagle.checkpoints.rust_tokenizer import RustTokenizer
 
 REPLACEMENT = "\ufffd"  # what a decoder shows for an unfinished UTF-8 character
 
@@ -17,7 +17,7 @@ class Tokenizer(Protocol):
 def decoder_of(tokenizer: Any) -> Tokenizer:
     """The Rust tokenizer that transformers decodes with, where it leaves the text as it is.
     transformers checks every token's type first, which takes nearly as long as decoding."""
-    if isinstance(tokenizer, PlainTokenizer):
+    if isinstance(tokenizer, RustTokenizer):
         return tokenizer.backend_tokenizer
     from transformers import PreTrainedTokenizerFast as Fast
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from peagle.checkpoints.heads import load_head
+from peagle.checkpoints.heads.loading import load_head
 from peagle.checkpoints.targets import load_target
 from peagle.config import DEFAULT_SPECULATIVE_TOKENS, EngineConfig, SpeculativeConfig
 from peagle.engine.engine import Speculation

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peagle.checkpoints.heads import load_head, read_head_config, resolve_head
+from peagle.checkpoints.heads.config import read_head_config
+from peagle.checkpoints.heads.loading import load_head
+from peagle.checkpoints.heads.references import resolve_head
 from peagle.checkpoints.references import load_tokenizer, resolve_model
 from peagle.checkpoints.targets import eos_token_ids
 from peagle.config import MAX_SPECULATIVE_TOKENS, EngineConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-from peagle.backends.vllm_backend import VllmBackend
-from peagle.backends.vllm_request import OpenRequest
+from peagle.backends.vllm.backend import VllmBackend
+from peagle.backends.vllm.requests import OpenRequest
 from peagle.engine.engine import Engine
 from peagle.engine.prompts import TokenizedPrompt
 from peagle.engine.request import Request

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.checkpoints.heads import load_head
+from peagle.checkpoints.heads.loading import load_head
 from peagle.data.dataset import Dataset
 from peagle.errors import ConfigError
 from peagle.models.config import DecoderConfig

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peagle.checkpoints.layerless import decoder_sizes
 from peagle.checkpoints.references import load_config, resolve_model
+from peagle.checkpoints.targets import decoder_sizes
 from peagle.data.dataset import Dataset, check_tokens
 from peagle.errors import DataError
 from peagle.models.config import DecoderConfig

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from peagle.checkpoints.heads import save_head
+from peagle.checkpoints.heads.loading import save_head
 from peagle.errors import TrainingError
 from peagle.files import atomic_folder, remove_all_leftovers, write_json
 from peagle.provenance import provenance

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from peagle.checkpoints.layerless import load_layerless
 from peagle.checkpoints.references import resolve_model
-from peagle.checkpoints.targets import load_target
+from peagle.checkpoints.targets import load_layerless, load_target
 from peagle.data.dataset import Dataset
 from peagle.errors import ConfigError
 from peagle.evaluate.evaluator import Evaluator

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from peagle.bench import series, timings
-from peagle.bench.report.formats import DASH, number, share
-from peagle.bench.report.markup import details, paragraph, table, text
-from peagle.bench.results import Difference, Results, Sample
-from peagle.bench.settings import (
+from peagle.bench.analysis import series
+from peagle.bench.report.markup import DASH, details, number, paragraph, share, table, text
+from peagle.bench.results.document import AnswerDifference, Results, Sample
+from peagle.bench.results.settings import (
     NONE,
     Setting,
     by_place,
@@ -58,7 +57,7 @@ def _setting(sample: Sample) -> Setting:
 
 
 def _short_label(sample: Sample, group: Sequence[Sample]) -> str:
-    """Without the head where the method has one only."""
+    """The head is left out where the method has only one."""
     setting = _setting(sample)
     heads = {s.head for other in group if (s := _setting(other)).method == setting.method}
     name = setting.method if len(heads) == 1 else sample.method
@@ -82,7 +81,7 @@ def _tokens(sample: Sample) -> str:
     )
 
 
-def differences_block(differences: Sequence[Difference]) -> str:
+def differences_block(differences: Sequence[AnswerDifference]) -> str:
     if not differences:
         return ""
     rows = [
@@ -126,7 +125,7 @@ def looping_table(results: Results) -> str:
                 rows.append(
                     [
                         f"{text(workload)}, {text(short_name(setting, names))}",
-                        share(timings.looping_share(runs)),
+                        share(series.looping_share(runs)),
                         number(sum(lengths) / len(lengths)),
                         number(sum(clean) / len(clean)),
                     ]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from peagle.bench.report.markup import details, table, text
-from peagle.bench.results import Manifest
+from peagle.bench.results.document import Manifest
 
 SHORT_HASH = 16  # characters; the results file has them whole
 

@@ -1,4 +1,7 @@
-"""HTML out of text. Whatever comes from a prompt, a model or a manifest goes through `text`."""
+"""HTML out of text, and figures that look the same in every table.
+
+Whatever comes from a prompt, a model or a manifest goes through `text`.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,13 @@ import base64
 import html
 from collections.abc import Iterable, Sequence
 
-from peagle.bench.plot_style import Plot, render
+from peagle.bench.report.plot_style import Plot, render
+from peagle.bench.results.document import Cell
+from peagle.bench.results.intervals import Interval
 
 BREAKPOINT = "640px"  # below it a screen is a phone; style.css has the same number
+DASH = "&ndash;"
+TIMES = "&times;"
 
 
 def text(value: object) -> str:
@@ -75,3 +82,28 @@ def picture(plot: Plot) -> str:
 
 def _data_url(svg: bytes) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
+
+
+def ratio(gain: Interval) -> str:
+    bounds = (
+        "" if gain.low is None or gain.high is None else f" ({gain.low:.2f}&ndash;{gain.high:.2f})"
+    )
+    return f"{gain.mean:.2f}{TIMES}{bounds}"
+
+
+def number(value: float | None) -> str:
+    return DASH if value is None else f"{value:.2f}"
+
+
+def share(value: float | None) -> str:
+    return DASH if value is None else f"{value:.0%}"
+
+
+def speed_with_bounds(speed: Interval) -> str:
+    if speed.half_width is None:
+        return f"{speed.mean:,.1f}"
+    return f"{speed.mean:,.1f} &plusmn; {speed.half_width:,.1f}"
+
+
+def partial_mark(cell: Cell) -> str:
+    return " (partial)" if any(run.partial for run in cell.repeats) else ""

@@ -1,21 +1,25 @@
-"""The page from top to bottom."""
+"""The page from top to bottom: one HTML file without scripts, network or fonts of its own.
+
+`write_plots` writes its figures as PNG files.
+"""
 
 from __future__ import annotations
 
 from importlib import resources
+from pathlib import Path
 from string import Template
 
-from peagle.bench.latency_plots import LATENCY
-from peagle.bench.plot_style import Plot
-from peagle.bench.plots import all_plots
+from peagle.bench.analysis.tune import Tuning, tune
 from peagle.bench.report import answers, tables, verdict
-from peagle.bench.report.every_cell import every_cell
 from peagle.bench.report.manifest import machine, manifest_block
 from peagle.bench.report.markup import bullets, details, paragraph, picture, section, text
-from peagle.bench.results import Results
-from peagle.bench.sameness import lossless_verdict
-from peagle.bench.tune import Tuning, tune
+from peagle.bench.report.plot_style import Plot, render
+from peagle.bench.report.plots import LATENCY, all_plots
+from peagle.bench.report.tables import every_cell
+from peagle.bench.report.verdict import lossless_verdict
+from peagle.bench.results.document import Results
 from peagle.errors import DataError
+from peagle.files import write_atomic
 
 
 def build_page(results: Results) -> str:
@@ -108,3 +112,19 @@ def _tuning(results: Results) -> Tuning | None:
 
 def _file(name: str) -> str:
     return resources.files("peagle.bench.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def write_report(results: Results, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, build_page(results))
+
+
+def write_plots(results: Results, folder: Path) -> list[Path]:
+    """One PNG for each figure, named after it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for plot in all_plots(results):
+        path = folder / f"{plot.name}.png"
+        write_atomic(path, render(plot, file_format="png"))
+        written.append(path)
+    return written

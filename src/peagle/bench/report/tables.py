@@ -1,19 +1,28 @@
-"""The first tables of a report: what to run, and speed by setting and load."""
+"""The tables of a report: what to run, speed by setting and load, and every figure of all cells."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from statistics import fmean
 
-from peagle.bench import series
-from peagle.bench.advice import Advice
-from peagle.bench.cells import Cell
-from peagle.bench.gains import gains_at, speeds_of
-from peagle.bench.line_plots import load_label
-from peagle.bench.report.formats import DASH, TIMES, partial_mark, ratio
-from peagle.bench.report.markup import table, text
-from peagle.bench.results import Results
-from peagle.bench.settings import (
+from peagle.bench.analysis import series
+from peagle.bench.analysis.gains import gains_at, speeds_of
+from peagle.bench.analysis.tune import Advice, Tuning
+from peagle.bench.report.markup import (
+    DASH,
+    TIMES,
+    details,
+    number,
+    partial_mark,
+    ratio,
+    share,
+    speed_with_bounds,
+    table,
+    text,
+)
+from peagle.bench.report.plots import load_label
+from peagle.bench.results.document import Cell, Results
+from peagle.bench.results.settings import (
     NONE,
     Names,
     Place,
@@ -21,8 +30,8 @@ from peagle.bench.settings import (
     by_place,
     series_names,
     short_name,
+    usable_runs,
 )
-from peagle.bench.tune import Tuning
 
 
 def what_to_run(tuning: Tuning) -> str:
@@ -83,3 +92,54 @@ def _speed_column(place: Place, cells: Mapping[Setting, Cell]) -> dict[Setting, 
             value += f' <span class="small">{gained[setting].mean:.2f}{TIMES}</span>'
         column[setting] = value
     return column
+
+
+def every_cell(results: Results) -> str:
+    """All figures of all cells, for those who look closer."""
+    columns = (
+        *("workload, load", "setting", "repeats", "tokens/s (95 %)", "... no tail"),
+        *("asked again", "length", "... no loops"),
+        *("loops", "TTFT p50 / p95 / p99 ms", "TPOT ms", "ITL ms", "E2EL s", "peak GiB", "GPU"),
+    )
+    names = series_names(results.cells)
+    rows = [
+        row
+        for place, cells in by_place(results.cells).items()
+        for row in _cell_rows(place, cells, names)
+    ]
+    inner = table(columns, rows, caption="Every cell", kind="wide")
+    return details(f"Every figure of all {len(rows)} cells", inner)
+
+
+def _cell_rows(
+    place: Place,
+    cells: Mapping[Setting, Cell],
+    names: Names,
+) -> Iterator[list[str]]:
+    for setting, cell in cells.items():
+        summary, runs = cell.summary(), usable_runs(cell)
+        assert summary is not None
+        memory = [run.peak_memory_bytes for run in runs if run.peak_memory_bytes]
+        busy = [run.gpu_utilization for run in runs if run.gpu_utilization is not None]
+        yield [
+            f"{text(place.workload)}, {text(place.load)}",
+            text(short_name(setting, names)),
+            f"{summary.num_repeats}{partial_mark(cell)}",
+            speed_with_bounds(summary.otps),
+            DASH if summary.steady_otps is None else f"{summary.steady_otps:,.1f}",
+            str(max(run.num_repeated for run in runs)),
+            number(summary.acceptance_length),
+            number(summary.acceptance_without_looping),
+            share(series.looping_share(runs)),
+            *(_tails(cell, metric) for metric in ("ttft", "tpot", "itl", "e2el")),
+            f"{max(memory) / 2**30:.2f}" if memory else DASH,
+            share(sum(busy) / len(busy) if busy else None),
+        ]
+
+
+def _tails(cell: Cell, metric: str) -> str:
+    found = series.cell_quantiles(cell, metric)
+    if found is None:
+        return DASH
+    factor = 1.0 if metric == "e2el" else 1e3
+    return " / ".join(f"{q * factor:.3g}" for q in (found.p50, found.p95, found.p99))

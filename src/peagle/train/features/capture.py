@@ -23,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from peagle.checkpoints.layerless import decoder_sizes, load_layerless
 from peagle.checkpoints.references import load_config, resolve_model
+from peagle.checkpoints.targets import decoder_sizes, load_layerless
 from peagle.config import EngineConfig
 from peagle.data.dataset import Dataset
 from peagle.data.packing import PackedRow, assign, pack

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 
-from peagle.backends.process_guard import end_group
+from peagle.processes import end_group
 
 GRACE = 20.0  # seconds between asking and killing
 TIDY_UP = 2.0  # seconds for the server's children, when it is gone itself

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from peagle.backends.vllm_install import find_vllm
-from peagle.backends.vllm_log import last_words
-from peagle.backends.vllm_server import is_healthy
+from peagle.backends.vllm.install import find_vllm
+from peagle.backends.vllm.log import last_words
+from peagle.backends.vllm.server import is_healthy
 from peagle.checkpoints.references import resolve_model
 from peagle.errors import BackendError, ConfigError, DataError, ModelError
 from peagle.models.config import DecoderConfig

@@ -1,0 +1,61 @@
+"""Percentiles and confidence intervals of a few numbers. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+LEVEL = 0.95
+# 0.975 quantiles of Student's t for 1, 2, ... degrees of freedom.
+T_QUANTILES = (
+    *(12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157),
+    *(2.228139, 2.200985, 2.178813, 2.160369, 2.144787, 2.131450, 2.119905, 2.109816, 2.100922),
+    *(2.093024, 2.085963, 2.079614, 2.073873, 2.068658, 2.063899, 2.059539, 2.055529, 2.051831),
+    *(2.048407, 2.045230, 2.042272),
+)
+NORMAL_QUANTILE = 1.959964
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and where it lies with 95 % confidence; no bounds from a single value."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+    num_values: int = 1
+
+    @property
+    def half_width(self) -> float | None:
+        return None if self.high is None else self.high - self.mean
+
+
+def t_interval(values: Sequence[float]) -> Interval:
+    """Student's interval for the mean of independent repeats."""
+    assert values
+    mean, count = fmean(values), len(values)
+    if count == 1:
+        return Interval(mean)
+    half = t_quantile(count - 1) * stdev(values) / math.sqrt(count)
+    return Interval(mean, mean - half, mean + half, count)
+
+
+def t_quantile(degrees: int) -> float:
+    """0.975 quantile of Student's t; beyond the table by its expansion around the normal's."""
+    if degrees <= len(T_QUANTILES):
+        return T_QUANTILES[degrees - 1]
+    z = NORMAL_QUANTILE
+    first = (z**3 + z) / (4 * degrees)
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+    return z + first + second
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """A percentile of sorted values, linear between neighbours, as numpy's default is."""
+    assert ordered
+    rank = share * (len(ordered) - 1)
+    below = math.floor(rank)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (rank - below)

@@ -1,0 +1,120 @@
+"""A grid's cells by what is compared (method and K) and by where (workload and load)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from peagle.bench.results.document import Cell, CellRun
+
+NONE = "none"
+METHOD_ORDER = (NONE, "ngram", "eagle3", "p-eagle")
+Names = Mapping[tuple[str, str | None], str]  # Setting.series -> what a reader calls it
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a server is started with."""
+
+    method: str
+    num_speculative_tokens: int = 0  # 0 for none
+    head: str | None = None
+
+    @property
+    def series(self) -> tuple[str, str | None]:
+        """What all its K have in common."""
+        return self.method, self.head
+
+    @property
+    def sort_key(self) -> tuple[int, str, str, int]:
+        known = self.method in METHOD_ORDER
+        place = METHOD_ORDER.index(self.method) if known else len(METHOD_ORDER)
+        return place, self.method, self.head or "", self.num_speculative_tokens
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a setting was measured."""
+
+    workload: str
+    load: str  # Cell.load: `4` requests at once, or `2.5/s`
+
+    @property
+    def is_open_loop(self) -> bool:
+        """Requests arrive at a rate: they, not the server, set the tokens per second, and a gain
+        shows in the latencies alone."""
+        return self.load.endswith("/s")
+
+    @property
+    def sort_key(self) -> tuple[str, bool, float]:
+        return self.workload, *load_key(self.load)
+
+
+def series_names(cells: Iterable[Cell]) -> dict[tuple[str, str | None], str]:
+    """The method alone where it has one head only, `p-eagle (my-head)` otherwise."""
+    found = sorted(map(setting_of, cells), key=lambda setting: setting.sort_key)
+    heads: dict[str, list[str | None]] = {}
+    for method, head in dict.fromkeys(setting.series for setting in found):
+        heads.setdefault(method, []).append(head)
+    return {
+        (method, head): method if head is None or len(own) == 1 else f"{method} ({name})"
+        for method, own in heads.items()
+        for head, name in zip(own, distinct_names([head or "" for head in own]), strict=True)
+    }
+
+
+def distinct_names(paths: Sequence[str]) -> list[str]:
+    """The last part of each, or as many parts as it takes: `a/final` and `b/final`."""
+    parts = [Path(path).parts for path in paths]
+    for count in range(1, max(map(len, parts), default=0)):
+        names = ["/".join(own[-count:]) for own in parts]
+        if len(set(names)) == len(names):
+            return names
+    return list(paths)
+
+
+def short_name(setting: Setting, names: Names) -> str:
+    """`p-eagle K=5`; `none`."""
+    name = names.get(setting.series, setting.method)
+    return name if setting.method == NONE else f"{name} K={setting.num_speculative_tokens}"
+
+
+def full_name(setting: Setting) -> str:
+    """The short name with the head, for a reader who does not see the other settings."""
+    head = f" ({Path(setting.head).name})" if setting.head else ""
+    return short_name(setting, {setting.series: f"{setting.method}{head}"})
+
+
+def load_key(load: str) -> tuple[bool, float]:
+    """Orders loads: by concurrency, then by request rate."""
+    return load.endswith("/s"), float(load.removesuffix("/s"))
+
+
+def setting_of(cell: Cell) -> Setting:
+    return Setting(cell.method, cell.num_speculative_tokens, cell.head)
+
+
+def place_of(cell: Cell) -> Place:
+    return Place(cell.workload, cell.load)
+
+
+def usable_repeats(cell: Cell) -> dict[int, CellRun]:
+    """Number -> repeat: the whole ones, or the partial ones where there is nothing else. Repeats
+    without a token are left out."""
+    runs = {number: run for number, run in enumerate(cell.repeats) if run.otps > 0}
+    whole = {number: run for number, run in runs.items() if not run.partial}
+    return whole or runs
+
+
+def usable_runs(cell: Cell) -> list[CellRun]:
+    return list(usable_repeats(cell).values())
+
+
+def by_place(cells: Iterable[Cell]) -> dict[Place, dict[Setting, Cell]]:
+    """Cells with at least one usable repeat, in a reader's order."""
+    table: dict[Place, dict[Setting, Cell]] = {}
+    for cell in sorted(cells, key=lambda c: (place_of(c).sort_key, setting_of(c).sort_key)):
+        if usable_runs(cell):
+            table.setdefault(place_of(cell), {})[setting_of(cell)] = cell
+    return table

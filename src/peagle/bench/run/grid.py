@@ -1,0 +1,138 @@
+"""The cells of a grid, the heads they need, and the order in which they run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from peagle.bench.results.document import Cell, MeasuredHead
+from peagle.bench.results.settings import NONE, Setting
+from peagle.bench.run.driver import Load
+from peagle.bench.run.plan import NGRAM, BenchPlan
+from peagle.checkpoints.heads.config import read_head_config
+from peagle.checkpoints.heads.layouts import CONFIG
+from peagle.checkpoints.heads.references import resolve_head
+from peagle.checkpoints.references import load_config, resolve_model
+from peagle.config import (
+    DEFAULT_SPECULATIVE_TOKENS,
+    MAX_SPECULATIVE_TOKENS,
+)
+from peagle.errors import ConfigError
+
+
+class HeadLimits(NamedTuple):
+    """What a grid needs to know of a head before it is loaded."""
+
+    reference: str
+    method: str
+    advised: int
+    deepest: int
+
+
+class GridCell(NamedTuple):
+    setting: Setting
+    load: Load
+    workload: str
+
+    def empty(self) -> Cell:
+        return Cell(
+            method=self.setting.method,
+            head=self.setting.head,
+            num_speculative_tokens=self.setting.num_speculative_tokens,
+            workload=self.workload,
+            concurrency=self.load.concurrency,
+            request_rate=self.load.request_rate,
+        )
+
+
+class PlannedRun(NamedTuple):
+    """One run of one cell, not made yet."""
+
+    cell: GridCell
+    repeat: int
+
+
+def grid_settings(plan: BenchPlan, heads: Sequence[HeadLimits]) -> tuple[list[Setting], list[str]]:
+    """Every method at every K, method none first; and notes on depths that a head cannot reach."""
+    if plan.is_endpoint:
+        method = plan.spec_method[0] if plan.spec_method else "endpoint"
+        return [Setting(method, plan.spec_tokens[0] if plan.spec_tokens else 0)], []
+    found, notes = [Setting(NONE)], list[str]()
+    if NGRAM in plan.spec_method:
+        found += [Setting(NGRAM, k) for k in plan.spec_tokens or [DEFAULT_SPECULATIVE_TOKENS]]
+    wanted = set(plan.spec_method) - {NONE, NGRAM}
+    for head in heads:
+        if wanted and head.method not in wanted:
+            raise ConfigError(
+                f"{head.reference} is a head for {head.method}, not {' or '.join(sorted(wanted))}",
+                hint=f"drop it, or add {head.method} to --spec-method",
+            )
+        found += _settings_of(head, plan.spec_tokens or [head.advised], notes)
+    missing = wanted - {head.method for head in heads}
+    if missing:
+        raise ConfigError(
+            f"method {min(missing)} needs a head", hint="give it with --spec-model HEAD"
+        )
+    return list(dict.fromkeys(found)), notes
+
+
+def _settings_of(head: HeadLimits, depths: Sequence[int], notes: list[str]) -> list[Setting]:
+    """A setting for each depth that the head can reach; `notes` gets a line on the others."""
+    within = [k for k in depths if k <= head.deepest]
+    most = f"{head.reference} drafts at most {head.deepest} tokens"
+    if not within:
+        raise ConfigError(most, hint="lower --spec-tokens")
+    if len(within) < len(depths):
+        notes.append(f"{most}; deeper K is left out")
+    return [Setting(head.method, k, head.reference) for k in within]
+
+
+def make_cells(
+    plan: BenchPlan, settings: Sequence[Setting], workloads: Sequence[str]
+) -> list[GridCell]:
+    """Cells are grouped by drafter, so that few engines need to be alive at once."""
+    loads = [Load(concurrency=c) for c in sorted(set(plan.concurrencies))]
+    loads += [Load(request_rate=rate) for rate in sorted(set(plan.request_rate))]
+    return [
+        GridCell(setting, load, workload)
+        for setting in settings
+        for load in loads
+        for workload in workloads
+    ]
+
+
+def run_order(cells: Sequence[GridCell], repeats: int, *, interleave: bool) -> Iterator[PlannedRun]:
+    """Interleaved: all cells once, then all again. Every other round goes backwards, so that a
+    machine that slows down steadily hits early and late cells alike."""
+    if not interleave:
+        yield from (PlannedRun(cell, repeat) for cell in cells for repeat in range(repeats))
+        return
+    for repeat in range(repeats):
+        ordered = cells if repeat % 2 == 0 else list(reversed(cells))
+        yield from (PlannedRun(cell, repeat) for cell in ordered)
+
+
+def head_limits(references: Sequence[str], model: str) -> list[HeadLimits]:
+    """Reads each head's config, and refuses one for another model before anything is loaded."""
+    if not references:
+        return []
+    target = load_config(resolve_model(model)).get_text_config()
+    found = []
+    for reference in references:
+        config = read_head_config(resolve_head(reference))
+        config.check_fits(target)
+        deepest = config.max_speculative_tokens
+        if config.method == "eagle3":
+            deepest = MAX_SPECULATIVE_TOKENS  # it drafts one by one, as far as one likes
+        found.append(HeadLimits(reference, config.method, config.num_speculative_tokens, deepest))
+    return found
+
+
+def head_info(limits: HeadLimits) -> MeasuredHead:
+    """Holds a digest of its files: a head that was trained further is another head."""
+    folder, digest = resolve_head(limits.reference), hashlib.sha256()
+    for path in (folder / CONFIG, *sorted(folder.glob("*.safetensors"))):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return MeasuredHead(limits.reference, limits.method, digest.hexdigest())

@@ -1,0 +1,60 @@
+"""Which drafter runs: three flags, or vLLM's JSON instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from peagle.cli.flags import parse_json_object
+from peagle.config import Method, SpeculativeConfig
+from peagle.errors import ConfigError
+
+
+def _drafter(help_text: str, *, metavar: str | None = None) -> Any:
+    return typer.Option(help=help_text, metavar=metavar, rich_help_panel="Speculation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterFlags:
+    """Which drafter runs: three flags, or vLLM's JSON instead."""
+
+    spec_model: Annotated[
+        str | None, _drafter("The head: a folder, an id or a name.", metavar="HEAD")
+    ] = None
+    spec_tokens: Annotated[int | None, _drafter("Draft tokens per step.", metavar="K")] = None
+    spec_method: Annotated[Method | None, _drafter("Default: what the head says.")] = None
+    speculative_config: Annotated[
+        str | None, _drafter("The same and more as JSON, as for vLLM.", metavar="JSON")
+    ] = None
+
+    def config(self) -> SpeculativeConfig | None:
+        """None where no drafter was asked for."""
+        given = {
+            "model": self.spec_model,
+            "num_speculative_tokens": self.spec_tokens,
+            "method": self.spec_method,
+        }
+        if self.speculative_config is not None:
+            return self._from_json(any(value is not None for value in given.values()))
+        if self.spec_tokens is not None:
+            self._refuse_tokens_without_drafter()
+        if self.spec_model is None and self.spec_method in (None, "none"):
+            return None
+        return SpeculativeConfig.from_mapping(given)
+
+    def _from_json(self, others_given: bool) -> SpeculativeConfig:
+        if others_given:
+            raise ConfigError(
+                "--speculative-config and --spec-* were both given", hint="use one of the two"
+            )
+        options = parse_json_object("--speculative-config", self.speculative_config or "")
+        return SpeculativeConfig.from_mapping(options)
+
+    def _refuse_tokens_without_drafter(self) -> None:
+        if self.spec_model is None and self.spec_method in (None, "none"):
+            raise ConfigError(
+                f"--spec-tokens {self.spec_tokens} was given, but no drafter",
+                hint="add --spec-model HEAD or --spec-method ngram, or drop --spec-tokens",
+            )

@@ -1,0 +1,67 @@
+"""Which engine answers, and what only vLLM is told: the fields of VllmOptions, as flags."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from typing import Annotated, Any
+
+import typer
+
+from peagle.backends import BackendName
+from peagle.backends.vllm.options import VllmOptions
+from peagle.cli.flags import ConfigFlags, field_flag
+from peagle.cli.flags.engine import EngineFlags
+from peagle.config import EngineConfig
+from peagle.errors import ConfigError
+
+OPTIONS = tuple(field.name for field in fields(VllmOptions))
+SHARED = tuple(field.name for field in fields(EngineConfig) if field.name in OPTIONS)
+SERVED_ALONE = ("async_scheduling", "stream_interval")  # they are about a server's clients
+
+
+class VllmFlags(ConfigFlags):
+    """All of vLLM's options that we know, for `peagle serve`; what is not given is vLLM's."""
+
+    @classmethod
+    def parameters(cls) -> list[inspect.Parameter]:
+        return [_flag(name) for name in OPTIONS]
+
+    def options(self) -> VllmOptions:
+        return VllmOptions(**self.given)
+
+
+class BackendFlags(ConfigFlags):
+    """`--backend`, and options that the embedded engine does not have."""
+
+    def __init__(self, *, backend: BackendName, **values: Any) -> None:
+        super().__init__(**values)
+        self.backend = backend
+
+    @classmethod
+    def parameters(cls) -> list[inspect.Parameter]:
+        option = typer.Option(help="The engine that answers.", rich_help_panel="Engine")
+        backend = inspect.Parameter(
+            "backend",
+            inspect.Parameter.KEYWORD_ONLY,
+            default="embedded",
+            annotation=Annotated[BackendName, option],
+        )
+        names = [name for name in OPTIONS if name not in (*SHARED, *SERVED_ALONE)]
+        return [backend, *(_flag(name) for name in names)]
+
+    def vllm_options(self, engine: EngineFlags) -> VllmOptions | None:
+        """None for the embedded engine, which refuses what only vLLM knows."""
+        if self.backend == "vllm":
+            shared = {name: engine.given[name] for name in SHARED if name in engine.given}
+            return VllmOptions(**self.given, **shared)
+        for name in self.given:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is an option of vLLM's alone",
+                hint="add --backend vllm, or drop it",
+            )
+        return None
+
+
+def _flag(name: str) -> inspect.Parameter:
+    return field_flag(VllmOptions, name, "vLLM", described_in=EngineConfig)

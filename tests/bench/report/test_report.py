@@ -1,0 +1,323 @@
+"""The report: true words, whole and closed in itself, and readable in a real browser."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle.bench.analysis.tune import tune
+from peagle.bench.report.answers import samples_block
+from peagle.bench.report.page import build_page, write_plots, write_report
+from peagle.bench.report.plots import all_plots
+from peagle.bench.report.verdict import headline, lossless_verdict, sentences
+from peagle.bench.results.document import Agreement, Lossless, Results
+
+from ..made import make_cell, make_lossless, make_results, make_samples, modelled_grid
+from .browser import Browser, find_browser, started_browser
+
+HOSTILE = (
+    '</pre><script>document.title="owned"</script>',
+    "<img src=x onerror=\"document.title='owned'\">",
+    '"><svg/onload=document.title="owned">',
+    "\u202egnidaer sdrawkcab\u0000\ud800",
+    "${title} $style &lt; &amp;",
+    "javascript:document.title='owned'",
+    "x" * 3000,
+)
+
+
+def full_results() -> Results:
+    return modelled_grid(
+        workloads=("chat",), loads=(1, 4), ks=(3, 5),
+        samples=make_samples(), lossless=make_lossless(),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def html() -> str:
+    return build_page(full_results())
+
+
+@pytest.fixture
+def one_plot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures take most of the time and are tested elsewhere: the first stands for all."""
+    module = "peagle.bench.report.page"
+    monkeypatch.setattr(f"{module}.all_plots", lambda results: all_plots(results)[:1])
+
+
+class Reader(HTMLParser):
+    """Tags that were opened, with their attributes, and whether each was closed in turn."""
+
+    EMPTY = ("meta", "link", "img", "br", "source")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def read(html: str) -> Reader:
+    reader = Reader()
+    reader.feed(html)
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+def test_every_part_is_there(html: str) -> None:
+    ids = [a["id"] for tag, a in read(html).tags if tag == "section"]
+    assert ids == ["verdict", "table", "plots", "answers", "lossless", "loops", "manifest"]
+    for words in ("Speed-up by load", "Latency tails", "Where the time goes", "SHA-256",
+                  "peagle bench smollm2-135m", "0123456789abcdef", "A CPU"):  # fmt: skip
+        assert words in html
+
+
+def test_headings_descend_one_step_at_a_time(html: str) -> None:
+    levels = [int(tag[1]) for tag, _ in read(html).tags if re.fullmatch("h[1-6]", tag)]
+    assert levels.count(1) == 1
+    assert all(b <= a + 1 for a, b in pairwise(levels))
+
+
+def test_pictures_have_words_and_tables_have_captions(html: str) -> None:
+    reader = read(html)
+    pictures = [a for tag, a in reader.tags if tag == "img"]
+    assert pictures
+    assert all(len(a["alt"] or "") > 40 for a in pictures)
+    tags = [tag for tag, _ in reader.tags]
+    assert tags.count("caption") == tags.count("table") == html.count('class="scroll"')
+
+
+def test_nothing_is_loaded_and_nothing_runs(html: str) -> None:
+    for tag, attributes in read(html).tags:
+        assert tag not in ("script", "iframe", "object", "embed", "base", "form")
+        for name, value in attributes.items():
+            assert not name.startswith("on")
+            if name in ("src", "srcset", "href"):
+                assert (value or "").startswith("data:")
+    assert "url(" not in html
+    assert "@import" not in html
+    assert "default-src 'none'" in html
+
+
+@pytest.mark.usefixtures("one_plot")
+def test_hostile_text_stays_text() -> None:
+    samples = [replace(s, question=HOSTILE[0], prompt=HOSTILE[2], workload=HOSTILE[1])
+               for s in make_samples(HOSTILE)]  # fmt: skip
+    grid = modelled_grid(workloads=(HOSTILE[1],), samples=samples, lossless=make_lossless(2))
+    assert grid.lossless is not None
+    bad = [replace(d, got_text=HOSTILE[0], prompt=HOSTILE[1]) for d in grid.lossless.differences]
+    manifest = replace(grid.manifest, model=HOSTILE[0], settings={HOSTILE[1]: HOSTILE[0]})
+    hostile = replace(grid, manifest=manifest, lossless=replace(grid.lossless, differences=bad))
+    html = build_page(hostile)
+    tags = {tag for tag, _ in read(html).tags}
+    assert not tags & {"script", "svg"}
+    assert "${title} $style &amp;lt; &amp;amp;" in html
+    assert html.encode()  # the half character is gone
+    images = [a for tag, a in read(html).tags if tag == "img"]
+    assert all(set(a) == {"src", "alt"} for a in images)
+
+
+def test_accepted_drafts_are_marked_and_only_they(html: str) -> None:
+    answers = html.partition('id="answers"')[2].partition("</section>")[0]
+    tokens = re.findall(r'<div class="tokens">(.*?)</div>', answers)
+    assert tokens[0] == "The sky is blue."
+    assert tokens[2] == (
+        'The<mark class="draft"> sky</mark><mark class="draft"> is</mark> blue'
+        '<mark class="draft">.</mark>'
+    )
+    assert "3 of 5 tokens drafted" in answers
+    style = html.partition("mark.draft {")[2].partition("}")[0]
+    assert "underline" in style
+    assert "background" in style
+
+
+def test_answers_stand_in_order_under_short_names_without_texts_that_are_not_ours() -> None:
+    plain, eagle3, p_eagle = make_samples()
+    shown = samples_block([
+        replace(p_eagle, method="p-eagle (mine)", question=""),
+        replace(eagle3, method="eagle3 (a)", question=""),
+        replace(eagle3, method="eagle3 (b)", question=""),
+        replace(plain, question=""),
+    ])  # fmt: skip
+    names = re.findall("<h4>(.*?)</h4>", shown)
+    assert names == ["none", "eagle3 (a) K=3", "eagle3 (b) K=3", "p-eagle K=5"]
+    assert "blockquote" not in shown
+
+
+@pytest.mark.usefixtures("one_plot")
+def test_the_headline_says_what_tune_says() -> None:
+    grid = modelled_grid()
+    best = tune(grid).overall.best
+    assert headline(tune(grid)).startswith(f"{best.name} answers {best.gain.mean:.2f} times")
+    slow = make_results([make_cell(), make_cell("ngram", 3, (50.0, 51.0, 49.0))])
+    assert "does not pay" in headline(tune(slow))
+    assert "does not pay" in build_page(slow)
+    assert "is not known" in headline(None)
+
+
+def test_loads_where_speculation_loses_are_named() -> None:
+    grid = modelled_grid(loads=(1, 16, 512))
+    words = " ".join(sentences(grid, tune(grid)))
+    assert "Speculation should be off with 512 requests at once" in words
+    assert "The gain is largest with 1 request at once" in words
+
+
+def test_the_losslessness_verdict_depends_on_the_gaps() -> None:
+    assert "all 240 greedy answers equal" in lossless_verdict(make_lossless(), "float32")
+    near = lossless_verdict(make_lossless(3, gap=1e-4), "float32")
+    assert "3 of 240" in near
+    assert "near ties" in near
+    assert "Look into it" in lossless_verdict(make_lossless(3, gap=0.1), "float32")
+    assert "near ties" in lossless_verdict(make_lossless(3, gap=0.1), "bfloat16")
+    assert "Look into it" in lossless_verdict(make_lossless(1, gap=-2.0), "bfloat16")
+    assert "not known" in lossless_verdict(make_lossless(1, gap=None), "float32")
+    assert "not checked" in lossless_verdict(None, "float32")
+
+
+def test_differences_without_speculation_are_told_apart_from_those_with_it() -> None:
+    found = Lossless(
+        300, 30, plain=Agreement(60, 10, 4, 0.05, 0.62), speculative=Agreement(240, 20, 9, 0.1, 0.6)
+    )
+    words = lossless_verdict(found, "bfloat16")
+    assert "20 of 240 greedy answers with speculation leave those without it" in words
+    assert "9 of these places" in words
+    assert "at most 0.6 apart" in words
+    assert "Without speculation 10 of 60 greedy answers leave" in words
+    assert "near ties that rounding in bfloat16 breaks" in words
+    assert "Look into it" not in words
+    same = replace(found, plain=Agreement(60, 0))
+    assert "Without speculation all 60 are the same" in lossless_verdict(same, "bfloat16")
+    wrong = replace(found, speculative=Agreement(240, 20, 9, 0.1, 3.0))
+    assert "more than rounding in bfloat16 was seen to explain" in lossless_verdict(
+        wrong, "bfloat16"
+    )
+
+
+@pytest.mark.usefixtures("one_plot")
+def test_partial_results_are_marked(html: str) -> None:
+    assert 'class="partial"' not in html
+    broken = make_cell("p-eagle", 5, (150.0,), partial=True)
+    for partial, words in ((True, "not finished"), (False, "cut short")):
+        found = build_page(make_results([make_cell(), broken], partial=partial))
+        assert 'class="partial"' in found
+        assert words in found
+        assert "the endpoint went away" in found
+        assert "150.0 (partial)" in found
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        make_results([]),
+        make_results([make_cell("mine", 0)]),
+        make_results([make_cell("p-eagle", 5, [0.0])]),
+        make_results([replace(make_cell(), repeats=[])], partial=True),
+        make_results([make_cell(), make_cell("p-eagle", 5, [10.0])]),
+    ],
+    ids=["empty", "endpoint", "no tokens", "no repeats", "one repeat"],
+)
+def test_little_is_enough_for_a_page(results: Results) -> None:
+    html = build_page(results)
+    assert "Verdict" in html
+    read(html)
+
+
+@pytest.mark.usefixtures("one_plot")
+def test_the_file_is_written_whole_and_twice_the_same(tmp_path: Path) -> None:
+    write_report(full_results(), tmp_path / "a" / "report.html")
+    write_report(full_results(), tmp_path / "b.html")
+    assert (tmp_path / "a" / "report.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+    plots = write_plots(full_results(), tmp_path)
+    assert all(plot.read_bytes().startswith(b"\x89PNG") for plot in plots)
+    assert (tmp_path / "speed_up.png") in plots
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    program = find_browser()
+    if program is None:
+        pytest.skip("no Chromium or Chrome on this machine")
+    with started_browser(program) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def hostile_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A large grid, with answers that would rather be code."""
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    results = modelled_grid(
+        loads=(1, 2, 4, 8, 16, 32, 64, 128),
+        samples=make_samples(HOSTILE),
+        lossless=make_lossless(3),
+        partial=True,
+    )
+    write_report(results, path)
+    return path
+
+
+SIZE = "[document.documentElement.scrollWidth, innerWidth]"
+PICTURES = "[...document.images].map(i => i.complete && i.naturalWidth > 0)"
+# Text that sticks out of its own box, in boxes that do not scroll.
+OVERFLOWING = """[...document.querySelectorAll('p, li, h1, h2, h3, h4, dd, .tokens, blockquote')]
+  .filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.textContent.slice(0, 40))"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_shows_it_without_overflow_errors_or_requests(
+    browser: Browser, hostile_page: Path, width: int, tmp_path: Path
+) -> None:
+    browser.open(hostile_page, width=width)
+    scroll_width, inner_width = browser.evaluate(SIZE)
+    assert inner_width == width
+    assert scroll_width <= width
+    assert browser.evaluate(OVERFLOWING) == []
+    shown = browser.evaluate(PICTURES)
+    assert len(shown) >= 6
+    assert all(shown)
+    assert browser.complaints() == []
+    assert all(url.startswith(("file:", "data:")) for url in browser.requested())
+    assert browser.evaluate("document.title") != "owned"
+    assert browser.evaluate("document.querySelectorAll('mark.draft').length") > 1
+    browser.screenshot(tmp_path / "page.png")
+    assert (tmp_path / "page.png").stat().st_size > 50_000
+
+
+@pytest.mark.slow
+def test_a_phone_gets_the_narrow_pictures(browser: Browser, hostile_page: Path) -> None:
+    ratios = {}
+    for width in (390, 1280):
+        browser.open(hostile_page, width=width)
+        ratios[width] = browser.evaluate(
+            "document.images[0].naturalHeight / document.images[0].naturalWidth"
+        )
+    assert ratios[390] > 1 > ratios[1280]
+
+
+def test_the_browser_test_can_fail(browser: Browser, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.html"
+    bad.write_text(
+        '<meta name="viewport" content="width=device-width"><p style="width:2000px">wide</p>'
+        '<script>console.error("x"); document.title = "owned"</script>'
+        '<img src="http://127.0.0.1:9/x.png">'
+    )
+    browser.open(bad, width=390)
+    assert browser.evaluate("document.documentElement.scrollWidth") > 390
+    assert browser.complaints()
+    assert browser.evaluate("document.title") == "owned"
+    assert any(url.startswith("http:") for url in browser.requested())

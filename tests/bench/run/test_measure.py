@@ -1,0 +1,145 @@
+"""Records of a run -> its figures."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from peagle.bench.run.client import ClientAnswer
+from peagle.bench.run.driver import Outcome
+from peagle.bench.run.measure import measure, quantiles
+from peagle.bench.run.meters import GpuWatch, Meters, mean_utilization
+from peagle.bench.workloads.workload import Task
+
+from .fakes import record
+
+
+def test_latencies_are_those_of_the_definitions() -> None:
+    one = record([1.5, 2.0, 4.0], [1, 3, 5], begun=1.0)
+    latencies = measure(Outcome([one])).latencies
+    assert latencies.ttft is not None
+    assert latencies.tpot is not None
+    assert latencies.itl is not None
+    assert latencies.e2el is not None
+    assert latencies.ttft.p50 == 0.5
+    assert latencies.tpot.p50 == pytest.approx(2.5 / 4)  # four tokens after the first
+    assert latencies.itl.mean == pytest.approx(1.25)  # gaps of 0.5 and 2.0 between chunks
+    assert latencies.e2el.p50 == 3.0
+
+
+def test_one_token_has_no_time_per_token() -> None:
+    latencies = measure(Outcome([record([1.0], [1])])).latencies
+    assert latencies.tpot is None
+    assert latencies.itl is None
+
+
+def test_speed_is_tokens_over_the_time_from_first_start_to_last_token() -> None:
+    records = [record([2.0], [4], begun=1.0), record([3.0, 5.0], [2, 6], begun=1.5)]
+    run = measure(Outcome(records))
+    assert run.wall_s == 4.0
+    assert run.num_output_tokens == 10
+    assert run.otps == 2.5
+
+
+def test_steady_speed_leaves_the_tail_away() -> None:
+    streams = [record([2.0, 4.0], [3, 4], begun=n % 2, task=Task(f"t{n}", ("x",))) for n in (0, 1)]
+    last = [record([8.0], [4], begun=3.0, task=Task(name, ("x",))) for name in ("t2", "t0~2")]
+    run = measure(Outcome([*streams, *last]), concurrency=2)
+    assert run.otps == 16 / 8
+    assert run.steady_otps == 6 / 3  # both streams were busy from 0 to 3, and had 3 tokens each
+    assert run.num_repeated == 1
+    assert measure(Outcome(streams), concurrency=2).steady_otps is None  # one prompt a stream
+    assert measure(Outcome(streams)).steady_otps is None
+
+
+def test_looping_answers_are_counted_and_left_out_of_the_acceptance() -> None:
+    loop = record([1.0], [60], token_ids=[7, 8] * 30, accepted=[(5, 5)] * 4)
+    steady = record([1.0], [60], token_ids=range(60), accepted=[(5, 1)] * 4)
+    run = measure(Outcome([loop, steady]))
+    assert run.looping_share == 0.5
+    assert run.acceptance_length == pytest.approx(1 + 24 / 8)
+    assert run.acceptance_without_looping == pytest.approx(2.0)
+
+
+def test_without_token_ids_looping_is_unknown() -> None:
+    silent = record([1.0], [3], answer=ClientAnswer("text", 3))
+    run = measure(Outcome([silent]))
+    assert run.num_output_tokens == 3
+    assert (run.looping_share, run.acceptance_without_looping, run.stats) == (None, None, {})
+
+
+def test_failed_request_makes_a_run_partial_and_is_named() -> None:
+    failed = record([1.0], [1], answer=ClientAnswer("", 0, error="NaN"), task=Task("p7", ("x",)))
+    run = measure(Outcome([failed, record([2.0], [2])]))
+    assert run.partial
+    assert run.errors == ["p7, turn 1: NaN"]
+    assert run.num_requests == 1
+
+
+def test_answer_that_was_cut_short_counts_neither_as_answered_nor_as_error() -> None:
+    run = measure(Outcome([record([1.0], [2], answer=None)], KeyboardInterrupt()))
+    assert (run.num_requests, run.num_output_tokens, run.partial) == (0, 0, True)
+    assert run.otps == 0.0
+
+
+def test_categories_have_their_own_acceptance() -> None:
+    code = record([1.0], [4], accepted=[(3, 3)], task=Task("a", ("x",), category="code"))
+    chat = record([1.0], [2], accepted=[(3, 1)], task=Task("b", ("x",), category="chat"))
+    categories = measure(Outcome([code, chat])).categories
+    assert categories["code"].acceptance_length == 4.0
+    assert categories["chat"].acceptance_length == 2.0
+
+
+def test_no_values_have_no_quantiles() -> None:
+    assert quantiles([]) is None
+
+
+def test_peak_memory_is_that_of_the_run_and_forgets_what_came_before() -> None:
+    before = bytearray(300 << 20)
+    before[::4096] = b"x" * len(before[::4096])
+    del before
+    with Meters("cpu") as meters:
+        block = bytearray(64 << 20)
+        block[::4096] = b"x" * len(block[::4096])
+        del block
+    with Meters("cpu") as calm:
+        pass
+    assert meters.peak_memory_bytes is not None
+    assert calm.peak_memory_bytes is not None
+    assert meters.peak_memory_bytes > calm.peak_memory_bytes + (50 << 20)
+    assert meters.gpu_utilization is None
+
+
+def test_utilization_is_the_busiest_gpus_mean() -> None:
+    assert mean_utilization(["0, 90", "1, 0", "0, 70", "1, 10"]) == pytest.approx(0.8)
+    assert mean_utilization(["0, [N/A]"]) is None
+    assert mean_utilization([]) is None
+
+
+def test_gpu_use_is_that_of_the_time_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 0, 90\nexec sleep 60\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    begun, watch = time.perf_counter(), GpuWatch()
+    try:
+        while watch.mean(begun, time.perf_counter()) is None:
+            time.sleep(0.01)
+            assert time.perf_counter() < begun + 30
+        assert watch.mean(begun - 2, begun - 1) is None
+        with Meters(None, watch) as meters:
+            pass
+        assert meters.gpu_utilization is None  # nothing was said meanwhile
+    finally:
+        watch.close()
+
+
+def test_gpu_use_is_unknown_without_the_drivers_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    watch = GpuWatch()
+    assert watch.mean(0.0, time.perf_counter()) is None
+    watch.close()
