@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from peagle.config import EngineConfig, Verification
+from peagle.config import MAX_DRAFT_NODES, EngineConfig, Verification
 from peagle.engine.adjust import needs_adjustment
 from peagle.engine.build import draft_probs_shape, host_drafter, make_runner
 from peagle.engine.clock import Clock
@@ -32,7 +32,7 @@ from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.statistics import SpecDecodeStats
-from peagle.speculation.trees import BEAM, MAX_NODES, num_candidates
+from peagle.speculation.trees import BEAM, num_candidates
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Speculation:
             raise ConfigError(
                 "rejection verifies chains, not trees", hint="use verification coupled"
             )
-        most = min(MAX_NODES, num_candidates(self.num_speculative_tokens, BEAM))
+        most = min(MAX_DRAFT_NODES, num_candidates(self.num_speculative_tokens, BEAM))
         if num_nodes > most:
             raise ConfigError(
                 f"num_draft_nodes={num_nodes} is more than a tree of depth "

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 BEAM = 8  # candidates at each depth, and paths that go on from it
-MAX_NODES = 63  # a row's ancestors, row 0 included, are the bits of one int64
 
 
 class Tree(NamedTuple):

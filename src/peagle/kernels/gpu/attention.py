@@ -321,8 +321,8 @@ def _attend(
             if WINDOW > 0:
                 own = tl.load(positions_ptr + own_row, mask=row < Q, other=0).to(tl.int32)
                 is_before = is_before & (key[None, :] > own[:, None] - WINDOW)
-            place = tl.minimum(tl.maximum(key - start, 0), 63).to(tl.int64)
-            is_ancestor = ((ancestors[:, None] >> place[None, :]) & 1) == 1
+            bit = tl.minimum(tl.maximum(key - start, 0), 63).to(tl.int64)
+            is_ancestor = ((ancestors[:, None] >> bit[None, :]) & 1) == 1
             sees = may_read[None, :] & tl.where((key < start)[None, :], is_before, is_ancestor)
         scores = tl.where(sees, scores, float("-inf"))
         peak = tl.maximum(tl.ceil(tl.max(scores, axis=1)), LOWEST)
