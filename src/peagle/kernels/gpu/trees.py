@@ -55,7 +55,7 @@ def top_tokens(
     values = logits.new_empty(rows, num_chunks, count, dtype=torch.float32)
     columns = logits.new_empty(rows, num_chunks, count, dtype=torch.int32)
     masses = logits.new_empty(rows, num_chunks, 2, dtype=torch.float32)
-    sampled = (None,) * 3
+    sampled: tuple[Tensor | None, ...] = (None,) * 3
     if metadata is not None:
         sampled = metadata.temperature, metadata.seeds, metadata.positions
     chunk_tops_kernel[(rows, num_chunks)](
