@@ -55,12 +55,9 @@ def jobs_of(params: list[SamplingParams], count: int, seed: int = 1) -> list[Job
     return [Job(p, params[n % len(params)], joins=n // 2) for n, p in enumerate(texts)]
 
 
-@pytest.mark.parametrize("k", [1, 2, 4, 6])
-@pytest.mark.parametrize("nodes", [1, 2, 5, 8, 30])
+@pytest.mark.parametrize(("k", "nodes"), [(1, 1), (1, 8), (2, 5), (4, 3), (4, 12), (6, 30)])
 def test_greedy_answers_are_plain_decodings(k: int, nodes: int) -> None:
-    if k == 1:
-        nodes = min(nodes, 8)
-    jobs = jobs_of([GREEDY], 6)
+    jobs = jobs_of([GREEDY], 4)
     for drafter in (scripted(jobs), head()):
         requests, _ = tiny.run_both(target(), drafter, k, jobs, nodes=nodes)
         tiny.check_naive(target(), requests, jobs)
@@ -72,7 +69,7 @@ def test_with_every_sampling_parameter_answers_are_plain_decodings(
 ) -> None:
     jobs = [
         job._replace(bad_word_ids=BAD_WORDS if params is HOST and n % 2 else ())
-        for n, job in enumerate(jobs_of(params, 12))
+        for n, job in enumerate(jobs_of(params, 6))
     ]
     for drafter in (scripted(jobs), head()):
         requests, _ = tiny.run_both(target(), drafter, 4, jobs, nodes=12)
@@ -92,7 +89,7 @@ def test_logprobs_are_those_of_plain_decoding() -> None:
             assert a.logprobs == pytest.approx(b.logprobs, abs=1e-9)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(
     st.integers(0, 1000),
     st.integers(1, 6),

@@ -168,7 +168,7 @@ def test_rejection_has_the_targets_distribution() -> None:
 @pytest.mark.parametrize(
     "params", [[GREEDY], SAMPLED, FILTERED], ids=["greedy", "sampled", "filtered"]
 )
-def test_captured_trees_give_the_answers_and_counters_of_those_on_a_cpu(
+def test_captured_trees_give_the_answers_of_those_on_a_cpu(
     params: list[SamplingParams],
 ) -> None:
     jobs = jobs_of(params)
@@ -176,7 +176,6 @@ def test_captured_trees_give_the_answers_and_counters_of_those_on_a_cpu(
     requests = tiny.run(engine, jobs)
     exact = tiny.run(exact_engine("p-eagle", "coupled", NODES), jobs)
     assert tiny.answers_of(requests) == tiny.answers_of(exact)
-    assert tiny.counters(requests) == tiny.counters(exact)
     assert sum(request.stats.num_accepted_tokens for request in requests) > 0
     assert {shape.num_nodes for shape in captured_shapes(engine)} == {NODES}
 

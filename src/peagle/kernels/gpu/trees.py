@@ -335,11 +335,11 @@ def walk_tree(counts: StepCounts, sampled: Tensor, usable: Tensor, depth: int) -
     """As kernels/reference/trees.py."""
     assert counts.tree is not None
     batch, num_nodes = counts.drafts.shape
-    out = torch.empty(batch, 2, depth + 1, dtype=torch.int64, device=sampled.device)
+    out = torch.empty(2, batch, depth + 1, dtype=torch.int64, device=sampled.device)
     path_usable = torch.empty(batch, depth + 1, dtype=torch.int8, device=sampled.device)
     drafts = torch.empty(batch, depth, dtype=torch.int64, device=sampled.device)
     num_accepted = torch.empty(batch, dtype=torch.int64, device=sampled.device)
-    tokens, rows = out[:, 0], out[:, 1]
+    tokens, rows = out.unbind(0)
     walk_tree_kernel[(batch,)](
         counts.drafts,
         counts.tree.parents,
@@ -347,7 +347,8 @@ def walk_tree(counts: StepCounts, sampled: Tensor, usable: Tensor, depth: int) -
         sampled.contiguous(),
         usable.contiguous().view(torch.int8),
         drafts,
-        out,
+        tokens,
+        rows,
         path_usable,
         num_accepted,
         depth,
@@ -361,10 +362,10 @@ def walk_tree(counts: StepCounts, sampled: Tensor, usable: Tensor, depth: int) -
 
 @triton.jit
 def walk_tree_kernel(
-    node_tokens, parents, num_drafts, sampled, usable, drafts, out, path_usable, num_accepted,
-    depth, num_nodes, ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
+    node_tokens, parents, num_drafts, sampled, usable, drafts, path_tokens, path_rows,
+    path_usable, num_accepted, depth, num_nodes, ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B,). out  # [B, 2, K+1]: the target's tokens, rows"""
+    """Grid (B,). path_tokens, path_rows, path_usable  # [B, K+1]"""
     if OVERLAPS:
         wait()
     b = tl.program_id(0).to(tl.int64)
@@ -381,8 +382,8 @@ def walk_tree_kernel(
     for d in range(size):
         wanted = tl.sum(tl.where(row == here, choice, 0), 0)
         may_use = tl.sum(tl.where(row == here, is_usable, 0).to(tl.int32), 0)
-        tl.store(out + b * 2 * size + d, wanted)
-        tl.store(out + b * 2 * size + size + d, here.to(tl.int64))
+        tl.store(path_tokens + b * size + d, wanted)
+        tl.store(path_rows + b * size + d, here.to(tl.int64))
         tl.store(path_usable + b * size + d, may_use.to(tl.int8))
         carries = is_there & (parent == here) & (token == wanted)
         child = tl.min(tl.where(carries, row, _NO_ROW), 0)
