@@ -151,7 +151,7 @@ def test_a_full_disk_keeps_the_best_head(data: Path, monkeypatch: pytest.MonkeyP
     before = (data / "run" / "head" / "model.safetensors").read_bytes()
     run = TrainingRun(setup(data, "run", schedule={"steps": 6}), resume=True)
     run.progress = run.progress._replace(best=0.0)
-    monkeypatch.setattr("safetensors.torch.save_file", full_disk(after=0))
+    monkeypatch.setattr("peagle.checkpoints.heads.loading.save_file", full_disk(after=0))
     with pytest.raises(TrainingError, match="No space left on device"):
         run()
     assert (data / "run" / "head" / "model.safetensors").read_bytes() == before
