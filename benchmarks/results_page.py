@@ -26,16 +26,16 @@ BEGIN, END = "<!-- results: written by benchmarks/results_page.py -->", "<!-- en
 H200, CPU = "smollm2_h200", "smollm2_cpu"
 METHODS = {"none": "plain", "p-eagle": "P-EAGLE", "eagle3": "EAGLE-3", "ngram": "n-gram"}
 WORKLOADS = {"humaneval": "HumanEval", "mt-bench": "MT-Bench"}
-# What the profile calls its groups of kernels, in the words of the docs.
+# Groups of kernels in a profile, and what older result files call them.
 KERNELS = {
-    "products with norm, gate, residual": "fused products (norm, gate, residual)",
+    "fused products (norm, gate, residual)": "products with norm, gate, residual",
     "attention": "attention",
     "norms and gates": "norms and gates",
     "products (cuBLAS)": "products (cuBLAS)",
     "rotary embedding, cache write": "rotary embedding, cache write",
-    "output product with choosing": "output product with argmax",
-    "choosing tokens": "sampling",
-    "lane bookkeeping": "bookkeeping",
+    "output product with argmax": "output product with choosing",
+    "sampling": "choosing tokens",
+    "bookkeeping": "lane bookkeeping",
     "other torch operations": "other torch operations",
 }
 
@@ -327,10 +327,10 @@ def step_breakdown() -> str:
     shown = [s for s in found["steps"] if (s["method"], s["concurrency"]) not in OMITTED]
     head = [f"{METHODS[s['method']]}, {s['concurrency']}" for s in shown]
     rows = [["**step**", *(f"**{s['step_us']:,.0f}**" for s in shown)]]
-    for name, words in KERNELS.items():
-        kernels = [s["kernels"].get(name) for s in shown]
+    for name, old_name in KERNELS.items():
+        kernels = [s["kernels"].get(name, s["kernels"].get(old_name)) for s in shown]
         rows.append(
-            [words, *(f"{k['us']:,.0f} ({k['launches']:.0f})" if k else "" for k in kernels)]
+            [name, *(f"{k['us']:,.0f} ({k['launches']:.0f})" if k else "" for k in kernels)]
         )
     rows.append(["lower bound by bytes", *(f"{s['floor_us']:.0f}" for s in shown)])
     depth, context = found["workload"]["depths"][0], found["workload"]["context"][0]

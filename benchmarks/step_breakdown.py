@@ -31,14 +31,15 @@ BANDWIDTH = {"NVIDIA H200": 4.8e12}  # bytes per second, from the data sheet
 KINDS = {  # how a kernel's name tells what it is for; the first that fits
     "attention": ("_attend", "_merge"),
     "rotary embedding, cache write": ("_rotate",),
-    "products with norm, gate, residual": ("_fused_linear", "_qkv_to_cache"),
+    "fused products (norm, gate, residual)": ("_fused_linear", "_qkv_to_cache"),
     "products (cuBLAS)": ("gemm", "cutlass", "nvjet", "cublas", "splitK", "gemv"),
     "norms and gates": ("_rms_norm", "_norm_pair", "_weigh_rows", "_silu", "_quantize"),
-    "output product with choosing": ("product_peaks_kernel",),
-    "choosing tokens": ("peaks_kernel", "merge_kernel", "scores_kernel", "thresholds_kernel"),
-    "laws": ("masses_kernel", "probs_kernel"),
+    "output product with argmax": ("product_peaks_kernel",),
+    "sampling": ("peaks_kernel", "merge_kernel", "scores_kernel", "thresholds_kernel"),
+    "distributions": ("masses_kernel", "probs_kernel"),
     "rejection": ("uniforms_kernel", "accept_kernel", "sums_kernel", "draw_kernel"),
-    "bookkeeping of the batch": ("_begin", "_plan", "_expand", "_embed", "_pick", "_commit"),
+    "trees": ("_tops_kernel", "_tree_kernel", "move_rows_kernel", "path_rows_kernel"),
+    "bookkeeping": ("_begin", "_plan", "_expand", "_embed", "_pick", "_commit", "_store_drafts"),
 }
 
 

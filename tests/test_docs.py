@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import sys
@@ -22,6 +23,9 @@ RENEW = "stale: run `make docs`"
 PATH = re.compile(r"`((?:src|tests|docs|benchmarks|recipes|examples|\.ci)/[\w./-]+)`")
 TEST = re.compile(r"`(test_\w+\.py)`")
 RESULT = re.compile(r"`(\w+_(?:cpu|h200)\.json)`")
+NUMBER = re.compile(r"(?<=\| )[\d,]+(?= \|)")  # alone in a cell of a table
+HOP = re.compile(r"`([\w/]+\.py): ([\w.]+)`")  # `engine/llm.py: LLM.generate`
+HOPS = HOP.findall((ROOT / "docs/architecture.md").read_text(encoding="utf-8"))
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)")
 
 
@@ -71,6 +75,27 @@ def test_trees_have_rows_and_bars_of_their_own(monkeypatch: pytest.MonkeyPatch) 
 def test_command_line_page_shows_the_commands_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     page = script("docs/cli_page.py", monkeypatch)
     assert (ROOT / "docs/cli.md").read_text(encoding="utf-8") == page.cli_page(), RENEW
+
+
+def test_table_of_packages_shows_the_sources_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    fresh = script("docs/architecture_table.py", monkeypatch).with_tables(page)
+    assert NUMBER.sub("", page) == NUMBER.sub("", fresh), RENEW
+    assert numbers(page) == pytest.approx(numbers(fresh), rel=0.2), RENEW
+
+
+def numbers(text: str) -> list[int]:
+    return [int(found.replace(",", "")) for found in NUMBER.findall(text)]
+
+
+@pytest.mark.parametrize(("file", "names"), HOPS, ids=lambda part: part)
+def test_what_a_walk_through_the_code_names_is_there(file: str, names: str) -> None:
+    path = ROOT / "src/peagle" / file
+    assert path.is_file()
+    scope: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
+    for name in names.split("."):
+        (found,) = [node for node in scope if getattr(node, "name", None) == name]
+        scope = getattr(found, "body", [])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -13,7 +13,7 @@ returns when that kernel has ended and its writes can be seen. Rules, for every 
   right behind the wait nothing. (The 8-bit kernels fetch nothing and signal behind their sums.)
 
 cuBLAS's kernels, which do the products of many rows, let nobody start early: with some hundred rows
-the others still gain, with a thousand not. docs/performance.md has figures.
+the others still gain, with a thousand not. docs/results.md has the times of a step's kernels.
 
 Needs a GPU of Hopper's generation or later; Triton's interpreter knows nothing of it.
 """
