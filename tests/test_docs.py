@@ -56,22 +56,6 @@ def test_plot_shows_the_figures_of_the_result_files(monkeypatch: pytest.MonkeyPa
         assert (ROOT / "docs/images" / name).read_text(encoding="utf-8") == drawing, RENEW
 
 
-def test_trees_have_rows_and_bars_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = script("benchmarks/results_page.py", monkeypatch)
-    plot = script("benchmarks/speed_plot.py", monkeypatch)
-    report = page.bench_report(page.H200)
-    chains = [c for w in page.WORKLOADS for c in page.cells_of(report, w, page.CHAINS)]
-    few = [c for c in chains if c["num_speculative_tokens"] == 7 and c["concurrency"] < 32]
-    with_trees = report | {"cells": [*report["cells"], *(c | {"num_draft_nodes": 31} for c in few)]}
-    for module in (page, plot):
-        monkeypatch.setattr(module, "bench_report", lambda name: with_trees)
-    (row,) = [r for r in page.readme_table().splitlines() if "HumanEval, P-EAGLE trees" in r]
-    assert row.count("x)") == 2, "of 1 and of 8 streams"
-    assert "HumanEval with 1 stream (" in page.where_it_loses(with_trees), "K = 11 is faster there"
-    assert "| HumanEval, K = 7, N = 31 |" in page.speed_on_a_gpu()
-    assert all("P-EAGLE trees" in drawing for drawing in plot.images().values())
-
-
 def test_command_line_page_shows_the_commands_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     page = script("docs/cli_page.py", monkeypatch)
     assert (ROOT / "docs/cli.md").read_text(encoding="utf-8") == page.cli_page(), RENEW
@@ -134,3 +118,19 @@ def test_commands_and_flags_that_a_page_shows_exist(page: Path) -> None:
         if not has_verb or asked - flags - {"--help"}:
             wrong.append(" ".join(words))
     assert wrong == []
+
+
+def test_trees_have_rows_and_bars_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = script("benchmarks/results_page.py", monkeypatch)
+    plot = script("benchmarks/speed_plot.py", monkeypatch)
+    report = page.bench_report(page.H200)
+    chains = [c for w in page.WORKLOADS for c in page.cells_of(report, w, page.CHAINS)]
+    few = [c for c in chains if c["num_speculative_tokens"] == 7 and c["concurrency"] < 32]
+    with_trees = report | {"cells": [*report["cells"], *(c | {"num_draft_nodes": 31} for c in few)]}
+    for module in (page, plot):
+        monkeypatch.setattr(module, "bench_report", lambda name: with_trees)
+    (row,) = [r for r in page.readme_table().splitlines() if "HumanEval, P-EAGLE trees" in r]
+    assert row.count("x)") == 2, "of 1 and of 8 streams"
+    assert "HumanEval with 1 stream (" in page.where_it_loses(with_trees), "K = 11 is faster there"
+    assert "| HumanEval, K = 7, N = 31 |" in page.speed_on_a_gpu()
+    assert all("P-EAGLE trees" in drawing for drawing in plot.images().values())
