@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -85,3 +86,20 @@ def _names_gpu_kernels(node: ast.stmt) -> bool:
         names = [f"{node.module}.{alias.name}" for alias in node.names]
         return any(name.startswith(KERNELS) for name in names)
     return False
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_waiting_threads_soon_sleep_unless_the_user_says_otherwise(
+    given: dict[str, str], expected: str
+) -> None:
+    inherited = {
+        k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
+    code = "import os, sys, peagle; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=inherited | given
+    )
+    assert done.stdout.split() == [expected, "False"]
