@@ -14,6 +14,7 @@ from peagle.errors import ConfigError
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
+from peagle.speculation.statistics import SpecDecodeStats
 
 from . import tiny
 from .tiny import GREEDY, Job
@@ -140,10 +141,16 @@ def test_requests_of_their_own_depth_stand_beside_each_other() -> None:
         Job(p, SamplingParams(temperature=0.0, max_tokens=14, num_speculative_tokens=k))
         for p, k in zip(tiny.prompts(4, seed=2), own, strict=True)
     ]
-    requests, _ = tiny.run_both(target(), scripted(jobs, (0,)), 4, jobs, nodes=9)
+    requests, engine = tiny.run_both(target(), scripted(jobs, (0,)), 4, jobs, nodes=9)
     tiny.check_naive(target(), requests, jobs)
     depths = [len([n for n in r.stats.num_accepted_tokens_per_pos if n]) for r in requests]
     assert depths == [0, 1, 2, 4]
+    assert [len(r.stats.num_draft_tokens_per_pos) for r in requests] == depths
+    total = SpecDecodeStats()
+    for request in requests:
+        total.merge(request.stats)
+    assert engine.stats.num_draft_tokens_per_pos == total.num_draft_tokens_per_pos
+    assert engine.stats.num_accepted_tokens_per_pos == total.num_accepted_tokens_per_pos
 
 
 def test_float32_kernels_take_trees_and_give_plain_decodings_answers() -> None:

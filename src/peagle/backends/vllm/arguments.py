@@ -120,12 +120,11 @@ def _given(drafter: SpeculativeConfig | None) -> dict[str, Any]:
     """The keys vLLM knows too. It always verifies by rejection, so `verification` stays here."""
     if drafter is None:
         return {}
-    if drafter.num_draft_nodes is not None:
-        raise ConfigError("vLLM verifies chains of drafts", hint="drop num_draft_nodes")
     given = {
         "method": drafter.method,
         "model": drafter.model,
         "num_speculative_tokens": drafter.num_speculative_tokens,
+        "num_draft_nodes": drafter.num_draft_nodes,
     }
     if drafter.method == "ngram":
         given["prompt_lookup_max"] = drafter.prompt_lookup_max

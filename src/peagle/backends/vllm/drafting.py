@@ -83,6 +83,8 @@ def plan_drafting(
             "vLLM has no option verification: it verifies drafts of sampled requests by rejection",
             hint="drop it, or use the embedded engine",
         )
+    if drafter.get("num_draft_nodes") is not None:
+        raise ConfigError("vLLM verifies chains of drafts", hint="drop num_draft_nodes")
     by_head = drafter.get("method") in (None, *DRAFTED_BY_HEAD)
     if not by_head:  # n-gram, and what vLLM knows beside
         return VllmDrafter(config={"num_speculative_tokens": DEFAULT_SPECULATIVE_TOKENS, **drafter})
