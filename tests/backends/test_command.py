@@ -296,6 +296,7 @@ def test_a_head_that_ends_early_is_remarked_on(tmp_path: Path, model: Path) -> N
         ({"method": "p-eagle"}, "needs a head"),
         ({**P_EAGLE, "num_speculative_tokens": 0}, "out of range"),
         ({**P_EAGLE, "verification": "coupled"}, "no option verification"),
+        ({**P_EAGLE, "num_draft_nodes": 7}, "chains of drafts"),
         (
             {"model": "amazon/gpt-oss-20b-p-eagle", "num_speculative_tokens": 11},
             "was trained for 10",
