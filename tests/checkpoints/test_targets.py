@@ -94,8 +94,11 @@ def test_a_tied_table_that_differs_is_refused(tmp_path: Path) -> None:
 
 def test_stored_rope_frequencies_are_passed_over(folder: Path) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    before = load(folder)
     change_tensors(folder, lambda t: t.update({name: torch.ones(4)}))
-    load(folder)
+    after = load(folder)
+    assert after.state_dict().keys() == before.state_dict().keys()
+    assert torch.equal(after.rotary.cos, before.rotary.cos)
 
 
 def test_a_missing_tensor_is_named(folder: Path) -> None:

@@ -138,11 +138,11 @@ def test_the_lowest_id_wins_among_equals_within_and_across_chunks() -> None:
     assert sampled.usable.all()
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_nothing_is_sampled_from_a_row_with_a_nan_wherever_it_stands(sampled: bool) -> None:
+@pytest.mark.parametrize("random", [False, True])
+def test_nothing_is_sampled_from_a_row_with_a_nan_wherever_it_stands(random: bool) -> None:
     logits = random_logits(7, 36)
     logits[torch.arange(6), torch.tensor([0, 1, 15, 16, 33, 35])] = NAN
-    metadata = make_metadata([(1.0, 0, 1.0, 0.0)] * 7) if sampled else None
+    metadata = make_metadata([(1.0, 0, 1.0, 0.0)] * 7) if random else None
     sampled = fast.sample_in_chunks(logits, metadata, None, False, CHUNK, BLOCK)
     assert sampled.usable.tolist() == [False] * 6 + [True]
     assert sampled.token_ids[:6].tolist() == [0] * 6
