@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bench.made import make_cell, make_lossless, make_results
 
 from peagle.cli.bench import print_results
+from tests.bench.made import make_cell, make_lossless, make_results
 
 from .fakes import Shell
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from train.tiny_folder import write_head, write_model
 
 from peagle.data.dataset import Dataset, DatasetWriter, Row, read_manifest
+from tests.tiny.folders import write_head, write_model
 
 from .fakes import Shell
 

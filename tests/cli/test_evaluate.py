@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train.tiny_folder import write_head, write_model
 
 from peagle.cli.main import main
 from peagle.engine.llm import LLM
 from peagle.sampling_params import SamplingParams
+from tests.tiny.folders import write_head, write_model
 
 from .fakes import Shell
 

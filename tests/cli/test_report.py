@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bench.made import make_cell, make_results, make_samples
 
 from peagle.bench.results.document import save_results
 from peagle.cli.main import main
+from tests.bench.made import make_cell, make_results, make_samples
 
 from .fakes import Shell
 

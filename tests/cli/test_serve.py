@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from backends.fake_vllm import free_port, is_running, path_with, write_fake_vllm
+
+from tests.backends.fake_vllm import free_port, is_running, path_with, write_fake_vllm
 
 from .fakes import Shell
 

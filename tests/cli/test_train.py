@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train.tiny_folder import write_head
 
 from peagle.data.dataset import Dataset, DatasetWriter, Row
+from tests.tiny.folders import write_head
 
 from .fakes import Shell
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engine.conftest import byte_tokenizer
-from train.tiny_folder import write_model
 
 from peagle.data.chat import (
     chat_token_ids,
@@ -16,6 +14,7 @@ from peagle.data.chat import (
 )
 from peagle.engine.llm import LLM
 from peagle.errors import DataError
+from tests.tiny.folders import byte_tokenizer, write_model
 
 MESSAGES = [{"role": "user", "content": "Hi there"}]
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tolerance import rounding
 from torch import Tensor
 
 from peagle.engine.engine import Engine
@@ -25,6 +24,7 @@ from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.noise import gumbel_noise
 from peagle.speculation.sampling import SamplingRows, filter_logits, sample
+from tests.tolerance import rounding
 
 from . import tiny
 from .tiny import Job, both_forms

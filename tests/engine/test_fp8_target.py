@@ -86,7 +86,7 @@ def test_llm_quantises_the_target_and_not_the_head(model_folder: Path, head_fold
 
 
 def test_an_unknown_quantization_is_refused(model_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"quantization='int4' is unknown .*use one of: fp8"):
+    with pytest.raises(ConfigError, match=r"quantization='int4' does not fit .*use 'fp8'"):
         LLM(str(model_folder), quantization="int4")
 
 

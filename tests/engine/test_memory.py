@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from train.live_memory import KernelAttention, LiveBytes
 
 from peagle.config import EngineConfig
 from peagle.engine import memory
@@ -23,6 +22,7 @@ from peagle.engine.memory import (
     step_reserve,
 )
 from peagle.errors import ConfigError
+from tests.train.live_memory import KernelAttention, LiveBytes
 
 from . import tiny
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from train.live_memory import LiveBytes
 
 from peagle.engine.memory import LOGIT_BYTES
 from peagle.engine.sampler import RejectionSampler, SampledSlots
@@ -20,6 +19,7 @@ from peagle.kernels.step_ops import StepOps, step_ops
 from peagle.models.drafter import Packing
 from peagle.models.output import OutputRows
 from peagle.sampling_params import SamplingParams
+from tests.train.live_memory import LiveBytes
 
 from . import tiny
 from .test_forms_agree import HEADS, MODES, head, target

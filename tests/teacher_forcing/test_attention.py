@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerance import near
-from train import tiny
 
 from peagle.models.attention import MaskedAttention
 from peagle.models.masks import Elements, dense_mask
@@ -14,13 +12,15 @@ from peagle.teacher_forcing import attention
 from peagle.teacher_forcing.attention import FlexAttention, classify_blocks
 from peagle.teacher_forcing.partition import Segment, Shapes, build_segments, supervised_runs
 from peagle.train.cod import draw_depths, retentions
+from tests.tiny import training
+from tests.tolerance import near
 
 sizes = st.lists(st.integers(1, 90), min_size=1, max_size=5)
 
 
 def segment_of(lengths: list[int], seed: int, padded: int = 1) -> Segment:
     capacity = sum(lengths) + seed % 7
-    row = tiny.packed(lengths, capacity + -capacity % padded, seed=seed)
+    row = training.packed(lengths, capacity + -capacity % padded, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     counts = draw_depths(supervised_runs(row), retentions(4, 0.8, 0.0), generator)
     n = len(row.token_ids)

@@ -19,19 +19,20 @@ from peagle.train.journal import read_metrics
 from peagle.train.loop import TrainingRun
 from peagle.train.run_folder import restore_newest
 from peagle.train.setup import Setup, assemble
-from train import tiny
+from tests.tiny import training
+from tests.tiny.models import DEEP, ROPE
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    tiny.write_dataset(tmp_path / "data", tiny.counting_language(40, 24))
+    training.write_dataset(tmp_path / "data", training.counting_language(40, 24))
     return tmp_path
 
 
 def setup(folder: Path, name: str, **sections: dict[str, Any]) -> Setup:
     run = {"folder": str(folder / name)} | sections.pop("run", {})
-    recipe = tiny.recipe(folder, run={"checkpoint_every": 2, **run}, **sections)
-    return assemble(recipe, tiny.target(torch.float32), tiny.ROPE)
+    recipe = training.recipe(folder, run={"checkpoint_every": 2, **run}, **sections)
+    return assemble(recipe, DEEP.make_target(torch.float32), ROPE)
 
 
 def final_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -151,7 +152,7 @@ def test_a_full_disk_keeps_the_best_head(data: Path, monkeypatch: pytest.MonkeyP
     before = (data / "run" / "head" / "model.safetensors").read_bytes()
     run = TrainingRun(setup(data, "run", schedule={"steps": 6}), resume=True)
     run.progress = run.progress._replace(best=0.0)
-    monkeypatch.setattr("safetensors.torch.save_file", full_disk(after=0))
+    monkeypatch.setattr("peagle.checkpoints.heads.loading.save_file", full_disk(after=0))
     with pytest.raises(TrainingError, match="No space left on device"):
         run()
     assert (data / "run" / "head" / "model.safetensors").read_bytes() == before

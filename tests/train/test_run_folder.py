@@ -15,17 +15,18 @@ from peagle.teacher_forcing.partition import Shapes
 from peagle.train.journal import METRICS, Journal, read_metrics
 from peagle.train.loop import TrainingRun
 from peagle.train.setup import Setup, assemble
-from train import tiny
+from tests.tiny import training
+from tests.tiny.models import DEEP, ROPE
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    tiny.write_dataset(tmp_path / "data", tiny.counting_language(40, 24))
+    training.write_dataset(tmp_path / "data", training.counting_language(40, 24))
     return tmp_path
 
 
 def setup(folder: Path, **run: Any) -> Setup:
-    return assemble(tiny.recipe(folder, run=run), tiny.target(torch.float32), tiny.ROPE)
+    return assemble(training.recipe(folder, run=run), DEEP.make_target(torch.float32), ROPE)
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:

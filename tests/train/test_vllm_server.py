@@ -23,7 +23,7 @@ from peagle.errors import DataError, ModelError
 from peagle.train.features.vllm_features import Workers
 from peagle.train.features.vllm_server import RequiredStates, ServerPlan, VllmServer, make_room
 from peagle.train.recipe import VllmSection
-from train import tiny
+from tests.tiny.models import DEEP
 
 # Answers /health, and has a child of its own, as vLLM has its engine, that will not be asked.
 HEALTHY = """
@@ -167,7 +167,7 @@ def test_a_server_that_dies_is_quoted_and_one_that_is_slow_is_given_up(tmp_path:
 
 
 def need(longest: int) -> RequiredStates:
-    return RequiredStates("tiny", tiny.target().config, (2, 3, 5), longest, torch.float64)
+    return RequiredStates("tiny", DEEP.make_target().config, (2, 3, 5), longest, torch.float64)
 
 
 def test_no_more_documents_are_in_flight_than_the_folder_has_room_for(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tolerance import rounding
 
 from peagle.checkpoints.references import load_tokenizer, resolve_model
 from peagle.checkpoints.targets import load_target
@@ -20,11 +19,12 @@ from peagle.teacher_forcing.features import OnlineFeatures
 from peagle.train.features.vllm_features import VllmFeatures
 from peagle.train.recipe import Recipe, recipe_from
 from peagle.train.setup import Setup, build
+from tests.tolerance import rounding
 
 pytestmark = [pytest.mark.vllm, pytest.mark.network, pytest.mark.slow]
 
 MODEL = "smollm2-135m"
-TAPS = (2, 15, 27)
+AUX_LAYERS = (2, 15, 27)
 # Float32 on both sides, other kernels; a wrong layer or token is off by more than 0.1.
 ROUNDING = rounding(terms=1536, depth=30)
 TEXTS = (
@@ -39,7 +39,7 @@ ARGS = ["--enforce-eager", "--max-num-batched-tokens=64", "--max-num-seqs=8"]
 def recipe(folder: Path, features: str | None) -> Recipe:
     options: dict[str, dict[str, Any]] = {
         "target": {"model": MODEL},
-        "head": {"num_hidden_layers": 1, "aux_hidden_state_layer_ids": list(TAPS)},
+        "head": {"num_hidden_layers": 1, "aux_hidden_state_layer_ids": list(AUX_LAYERS)},
         "data": {
             "path": str(folder / "data"),
             "features": features,
@@ -97,7 +97,7 @@ def test_aux_hidden_states_and_final_states_of_a_packed_row_are_the_targets(
     source = setup.trainer.source
     ours = source(row, source.fetch(row))
     target = load_target(resolve_model(MODEL), dtype=torch.float32, device=torch.device("cpu"))
-    theirs = OnlineFeatures(target, TAPS)(row)
+    theirs = OnlineFeatures(target, AUX_LAYERS)(row)
     assert torch.equal(ours.next_tokens, theirs.next_tokens)
     assert relative_error(ours.aux_hidden_states[:used], theirs.aux_hidden_states[:used]) < ROUNDING
     assert relative_error(ours.states[:used], theirs.states[:used]) < ROUNDING

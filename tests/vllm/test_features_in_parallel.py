@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.conftest import byte_tokenizer
-from engine.tiny import llama_config
-from tolerance import near
 from transformers import LlamaForCausalLM
 
 from peagle.checkpoints.targets import load_layerless, load_target
@@ -18,8 +15,11 @@ from peagle.data.packing import lay_out
 from peagle.teacher_forcing.features import OnlineFeatures
 from peagle.train.features.vllm_server import RequiredStates, open_features
 from peagle.train.recipe import VllmSection
+from tests.tiny.folders import byte_tokenizer
+from tests.tiny.models import SHALLOW
+from tests.tolerance import near
 
-TAPS = (2, 3, 3)
+AUX_LAYERS = (2, 3, 3)
 LENGTHS = (100, 37, 60)
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def write_model(folder: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    config = llama_config(
+    config = SHALLOW.llama_config(
         vocab_size=512,
         hidden_size=128,
         intermediate_size=256,
@@ -60,12 +60,14 @@ def test_tensor_parallel_states_are_those_of_the_whole_target(
     )
     whole = load_target(tmp_path / "model", dtype=torch.float32, device=CPU)
     layerless = load_layerless(tmp_path / "model", dtype=torch.float32, device=CPU)
-    need = RequiredStates(str(tmp_path / "model"), whole.config, TAPS, max(LENGTHS), torch.float32)
+    need = RequiredStates(
+        str(tmp_path / "model"), whole.config, AUX_LAYERS, max(LENGTHS), torch.float32
+    )
     source = open_features(section, need, layerless, tmp_path / "vllm.log")
     tokens = [torch.randint(512, (length,)) for length in LENGTHS]
     masks = [torch.ones(length) for length in LENGTHS]
     row = lay_out(tokens, masks, [0, 1, 2], sum(LENGTHS))
-    ours, theirs = source(row, source.fetch(row)), OnlineFeatures(whole, TAPS)(row)
+    ours, theirs = source(row, source.fetch(row)), OnlineFeatures(whole, AUX_LAYERS)(row)
     assert "Worker_TP1" in (tmp_path / "vllm.log").read_text()
     torch.testing.assert_close(
         ours.aux_hidden_states,

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-from backends.fake_vllm import free_port, is_running
 
 from peagle.backends.vllm.arguments import VllmCommand, build_command
 from peagle.backends.vllm.options import VllmOptions
 from peagle.backends.vllm.released import released_models
+from tests.backends.fake_vllm import free_port, is_running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

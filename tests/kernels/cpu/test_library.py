@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tolerance import near
 
-from kernels.cpu.compiler import needs_kernels
 from peagle.kernels.cpu import ops
 from peagle.kernels.cpu.library import load_library
 from peagle.models import layers
+from tests.kernels.cpu.compiler import needs_kernels
+from tests.tolerance import near
 
+ROOT = Path(__file__).parents[3]
 # A class-wide cache would carry one test's answer into the next.
 compiled_kernels = ops.cpu_kernels.__wrapped__
 
@@ -121,10 +122,8 @@ def test_the_layers_work_without_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 ANSWER = """
-import sys
-sys.path.insert(0, sys.argv[1])
 import torch
-from engine import tiny
+from tests.engine import tiny
 from peagle.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.kernels.cpu.ops import cpu_kernels
@@ -144,10 +143,10 @@ print(cpu_kernels() is not None, [r.output_token_ids for r in requests])
 
 def answers(*environments: dict[str, str]) -> list[list[str]]:
     """Of processes side by side: most of their time is spent on imports."""
-    tests = str(Path(__file__).parents[2])
     jobs = [
         subprocess.Popen(
-            [sys.executable, "-c", ANSWER, tests],
+            [sys.executable, "-c", ANSWER],
+            cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
             stdout=subprocess.PIPE,
             text=True,

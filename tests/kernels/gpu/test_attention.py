@@ -9,7 +9,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kernels.gpu.paged_cases import (
+from peagle.engine.blocks import BlockTable
+from peagle.engine.kv_cache import PagedKVCache
+from peagle.kernels.gpu.attention import FEW_PROGRAMS, choose_splits, paged_attention, tile
+from peagle.kernels.reference import attention as reference
+from peagle.models.drafter import CacheLayout, Span
+from tests.kernels.gpu.paged_cases import (
     DEVICE,
     EXAMPLES,
     TOLERANCE,
@@ -20,11 +25,6 @@ from kernels.gpu.paged_cases import (
     make_rows,
     shapes,
 )
-from peagle.engine.blocks import BlockTable
-from peagle.engine.kv_cache import PagedKVCache
-from peagle.kernels.gpu.attention import FEW_PROGRAMS, choose_splits, paged_attention, tile
-from peagle.kernels.reference import attention as reference
-from peagle.models.drafter import CacheLayout, Span
 
 WINDOWS = st.none() | st.integers(1, 100)
 PADDING = Item(start=3, end=0)

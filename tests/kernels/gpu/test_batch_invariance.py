@@ -16,12 +16,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import tiny
 from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from triton.runtime import interpreter
 
-from kernels.gpu.paged_cases import DEVICE, TOLERANCE, Case, Item, Shape, make_case
 from peagle.config import EngineConfig
 from peagle.errors import ConfigError
 from peagle.kernels.gpu import linear
@@ -44,6 +42,8 @@ from peagle.models.attention import RowsAttention
 from peagle.models.binding import bind_kernels
 from peagle.models.config import DecoderConfig
 from peagle.models.target import TargetModel
+from tests.kernels.gpu.paged_cases import DEVICE, TOLERANCE, Case, Item, Shape, make_case
+from tests.tiny.models import UNEVEN, randomise
 
 ON_GPU = DEVICE.type == "cuda"
 HALF = torch.bfloat16 if ON_GPU else torch.float16  # NumPy knows no bfloat16
@@ -318,7 +318,7 @@ Rows = tuple[int, int, int]  # sequence, start, number of rows
 
 def half_model(name: str) -> TargetModel:
     model = TargetModel(DecoderConfig.from_transformers(MODELS[name]))
-    tiny.randomise(model)
+    randomise(model)
     half = copy.deepcopy(model).to(DEVICE, HALF).requires_grad_(False).eval()
     half.rotary.cos, half.rotary.sin = (t.to(DEVICE) for t in (model.rotary.cos, model.rotary.sin))
     return half
@@ -409,7 +409,7 @@ def test_quantised_targets_are_refused() -> None:
 
 
 def test_a_model_on_a_cpu_is_refused_and_otherwise_bound() -> None:
-    model = tiny.target(torch.float32)
+    model = UNEVEN.make_target(torch.float32)
     with pytest.raises(ConfigError, match="GPU"):
         bind_kernels(model, batch_invariant=True)
     bind_kernels(model)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tolerance import near
 from torch import Tensor
 
-from kernels.gpu.test_fp8 import BAD
 from peagle.kernels.gpu import fp8
 from peagle.kernels.gpu.fp8 import Form, few_rows_product
 from peagle.kernels.reference import fp8 as reference
+from tests.kernels.gpu.test_fp8 import BAD
+from tests.tolerance import near
 
 FORMS = {
     "whole": Form(16, 64, 32, 4, 2),

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from models import tiny
-from tolerance import near
 from torch import Tensor, nn
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
@@ -22,6 +20,8 @@ from peagle.models.attention import RowsAttention
 from peagle.models.config import DecoderConfig
 from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel
+from tests.tiny.models import UNEVEN, randomise
+from tests.tolerance import near
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -167,7 +167,7 @@ def drafter_states(network: EagleNetwork, **options: Any) -> Tensor:
 
 def small(name: str) -> TargetModel:
     model = TargetModel(DecoderConfig.from_transformers(CASES[name]))
-    tiny.randomise(model)
+    randomise(model)
     return model.requires_grad_(False).eval()
 
 
@@ -229,7 +229,7 @@ def test_a_drafters_layers_agree_with_their_modules(
     calls: list[int],
     with_kernels: Callable[[], None],
 ) -> None:
-    network = tiny.head(tiny.target(torch.float32), head_dim=8, **changes)
+    network = UNEVEN.make_head(UNEVEN.make_target(torch.float32), head_dim=8, **changes)
     expected = drafter_states(network)
     assert not calls
     with_kernels()
@@ -262,7 +262,7 @@ def test_prompts_beside_newest_tokens_agree_with_the_modules(
 def test_a_drafters_prompts_beside_new_rows_agree_with_the_modules(
     device: torch.device, calls: list[int], with_kernels: Callable[[], None]
 ) -> None:
-    network = tiny.head(tiny.target(torch.float32), head_dim=8)
+    network = UNEVEN.make_head(UNEVEN.make_target(torch.float32), head_dim=8)
     expected = drafter_states(network, steps=STEPS_WITH_PROMPTS)
     with_kernels()
     ours = drafter_states(network.to(device), steps=STEPS_WITH_PROMPTS)
@@ -401,7 +401,7 @@ def test_logits_of_half_weights_are_float32_sums(device: torch.device, num_rows:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 64, 65])
 def test_a_drafters_logits_include_its_norm(device: torch.device, num_rows: int) -> None:
-    network = tiny.head(tiny.target(torch.float32), head_dim=8)
+    network = UNEVEN.make_head(UNEVEN.make_target(torch.float32), head_dim=8)
     hidden = torch.randn(num_rows, 32)
     with torch.inference_mode():
         expected = network.logits(hidden)

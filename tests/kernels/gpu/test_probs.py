@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerance import near, rounding
 from torch import Tensor
 
 from peagle.kernels.gpu import sampling as fast
 from peagle.kernels.reference import sampling as reference
 from peagle.kernels.reference.sampling import SampledTokens, SamplingMetadata
+from tests.tolerance import near, rounding
 
 from .test_sampling import (
     DEVICE,

@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.paged_cases import (
+from peagle.kernels.gpu import layers as gpu_layers
+from peagle.kernels.gpu.linear import fused_linear
+from peagle.kernels.gpu.qkv import fits_one_kernel, qkv_to_cache, rotate_and_write
+from peagle.kernels.layer_tensors import LayerTensors, Projection
+from peagle.kernels.reference import qkv as reference
+from peagle.kernels.reference.linear import Norm
+from peagle.kernels.rows import PagedRows, RowGroups
+from tests.kernels.gpu.paged_cases import (
     DEVICE,
     EPS,
     NUM_POSITIONS,
@@ -21,13 +28,6 @@ from kernels.gpu.paged_cases import (
     Shape,
     make_rows,
 )
-from peagle.kernels.gpu import layers as gpu_layers
-from peagle.kernels.gpu.linear import fused_linear
-from peagle.kernels.gpu.qkv import fits_one_kernel, qkv_to_cache, rotate_and_write
-from peagle.kernels.layer_tensors import LayerTensors, Projection
-from peagle.kernels.reference import qkv as reference
-from peagle.kernels.reference.linear import Norm
-from peagle.kernels.rows import PagedRows, RowGroups
 
 SMALL = Heads(3, 1, 32)
 SHARED = Heads(4, 2, 16)

@@ -11,7 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.gpu.paged_cases import (
+from peagle.kernels.gpu.qkv import rotate_and_write
+from peagle.kernels.reference import qkv as reference
+from peagle.kernels.rows import PagedRows
+from peagle.models.layers import RMSNorm, rotate
+from tests.kernels.gpu.paged_cases import (
     DEVICE,
     EPS,
     EXAMPLES,
@@ -23,10 +27,6 @@ from kernels.gpu.paged_cases import (
     Shape,
     make_rows,
 )
-from peagle.kernels.gpu.qkv import rotate_and_write
-from peagle.kernels.reference import qkv as reference
-from peagle.kernels.rows import PagedRows
-from peagle.models.layers import RMSNorm, rotate
 
 
 @dataclass(frozen=True)

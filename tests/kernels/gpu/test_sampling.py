@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerance import near
 from torch import Tensor
 
 from peagle.kernels.gpu import sampling as fast
@@ -20,6 +19,7 @@ from peagle.kernels.reference import sampling as reference
 from peagle.kernels.reference.sampling import SampledTokens, SamplingMetadata
 from peagle.speculation.noise import gumbel_noise, uniform_noise
 from peagle.speculation.sampling import SamplingRows, filter_logits
+from tests.tolerance import near
 
 INF, NAN = math.inf, math.nan
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
