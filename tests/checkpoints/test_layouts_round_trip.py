@@ -70,6 +70,7 @@ def assert_equal(ours: EagleNetwork, theirs: EagleNetwork) -> None:
         assert torch.equal(parameter, found[name]), name
 
 
+@pytest.mark.slow
 @given(
     layout=st.sampled_from(LAYOUTS),
     method=st.sampled_from(("p-eagle", "eagle3")),

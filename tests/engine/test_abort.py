@@ -98,6 +98,7 @@ def test_nothing_is_unfinished_while_only_steps_of_aborted_requests_are_in_fligh
     assert again.output_token_ids == tiny.naive(target(), Job([5, 6, 7], GREEDY))
 
 
+@pytest.mark.slow
 @both_forms
 def test_a_crowd_that_comes_and_goes_does_not_disturb_the_others(static: bool) -> None:
     rng, texts = random.Random(0), tiny.prompts(5, seed=3)
@@ -116,6 +117,7 @@ def test_a_crowd_that_comes_and_goes_does_not_disturb_the_others(static: bool) -
     assert tiny.is_idle(engine)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     aborts=st.dictionaries(st.integers(0, 4), st.integers(0, 9), max_size=5),

@@ -61,6 +61,7 @@ def test_every_choice_of_a_greedy_run_is_plain_decodings(name: str) -> None:
     assert len(counts) == (drafts + 1) * len(tiny.watched(engine).shapes)
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.usefixtures("_any_number_of_rows")
 @pytest.mark.parametrize("mode", [m for m in MODES if m != "greedy"])

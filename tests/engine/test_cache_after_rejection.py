@@ -111,6 +111,7 @@ def check_cache(
         torch.testing.assert_close(kept[:, places], torch.stack(made), rtol=0, atol=tolerance)
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", ["p-eagle", "eagle3"])
@@ -178,6 +179,7 @@ def choose(network: EagleNetwork, hidden: Tensor, job: Job, history: list[int], 
     return int(network.target_ids[sample(filtered, noise[:, network.target_ids])])
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("sampled", [False, True])
@@ -269,6 +271,7 @@ class RowCheck(tiny.ScriptedHead):
             self.rows += count
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("budget", [3, 8, 64])
 @pytest.mark.parametrize("name", ["p-eagle", "eagle3"])

@@ -32,6 +32,7 @@ def scripted(method: str, jobs: list[Job]) -> tiny.ScriptedHead:
     return tiny.ScriptedHead(tiny.make_head(target(), method), script)
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("length", [CONTEXT - 1, CONTEXT - 2, CONTEXT - 11])
 @pytest.mark.parametrize("method", ["plain", "oracle", "p-eagle", "eagle3"])
@@ -67,6 +68,7 @@ def test_max_model_len_ends_requests_before_the_targets_context(static: bool) ->
         assert request.finish_reason == "length"
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("prompt_length", [1, 18, 20, 21, 22, 40])
@@ -105,6 +107,7 @@ def test_the_head_drafts_up_to_its_very_last_position(method: str) -> None:
     assert max(last_rows) == 19
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("budget", [7, 16, 40, 64])

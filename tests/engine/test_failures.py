@@ -55,6 +55,7 @@ def jobs() -> list[Job]:
     return [*plain[:-1], Job(PROMPTS[-1], biased)]
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 @pytest.mark.parametrize("method", ["none", "ngram-like", "p-eagle", "eagle3"])
@@ -94,6 +95,7 @@ class PoisonousScript(tiny.Script):
         return [*tokens[:2], POISON, *tokens[3:]][:k] if num_tokens % 3 == 0 else tokens
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_a_draft_that_breaks_the_target_does_not_fail_the_request(
@@ -107,6 +109,7 @@ def test_a_draft_that_breaks_the_target_does_not_fail_the_request(
     assert [r.finish_reason for r in requests] == ["length"] * 4
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])

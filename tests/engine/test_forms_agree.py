@@ -71,6 +71,7 @@ def check(requests: list[Request], jobs: list[Job], verification: Verification) 
     tiny.check_naive(target(), [requests[n] for n in exact], [jobs[n] for n in exact])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", HEADS)
@@ -94,6 +95,7 @@ def test_plain_decoding_is_the_same_in_both_forms(mode: str) -> None:
     assert {shape.depth for shape in tiny.watched(engine).shapes} == {0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", range(1, 8))
 @pytest.mark.parametrize("name", ["p-eagle, 2 layers", "eagle3"])
 def test_steps_accept_none_some_and_all_of_their_drafts(name: str, k: int) -> None:
@@ -162,6 +164,7 @@ def workloads(draw: st.DrawFn) -> tuple[str, int, list[Job]]:
     return draw(st.sampled_from(list(HEADS))), k, jobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 @settings(max_examples=12, deadline=None)
 @given(workloads(), st.integers(1, 8), st.sampled_from([1, 3, 4, 16]))
@@ -218,6 +221,7 @@ def check_target(model: TargetModel, method: str, **changes: Any) -> None:
     tiny.check_naive(model, requests, jobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_targets_of_other_families_are_the_same_in_both_forms(name: str, method: str) -> None:

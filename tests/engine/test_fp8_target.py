@@ -38,6 +38,7 @@ def answers(model: TargetModel, jobs: list[Job], method: str | None, k: int) -> 
     return tiny.answers_of(tiny.run(tiny.make_engine(model, drafter, k), jobs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 @pytest.mark.parametrize("k", [1, 4])

@@ -113,6 +113,7 @@ def knowing_head() -> tiny.ScriptedHead:
     return tiny.ScriptedHead(tiny.make_head(target()), script)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixed", "ngram", "p-eagle, 2 layers", "eagle3"])
 @settings(max_examples=12)
 @given(data=st.data())
@@ -167,6 +168,7 @@ def test_greedy_requests_are_unchanged_next_to_sampled_ones(static: bool) -> Non
         assert answers[1::2] == plain()[1::2]
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("windows", [(4, 4), (None, 6), (1, None)])
 def test_sliding_windows_are_kept_under_speculation(

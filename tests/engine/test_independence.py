@@ -48,6 +48,7 @@ def drafter_named(name: str) -> Drafter | None:
     return tiny.head_drafter(tiny.make_head(target(), name))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     name=st.sampled_from(["plain", "mixed", "p-eagle", "eagle3"]),
@@ -89,6 +90,7 @@ def test_tokens_depend_on_the_request_alone(
     assert tiny.answers_of(requests) == [expected()[n] for n in order]
 
 
+@pytest.mark.slow
 @both_forms
 def test_chunked_prefill_gives_the_tokens_of_whole_prompts(static: bool) -> None:
     long = Job([n % tiny.VOCAB for n in range(70)], SamplingParams(temperature=0.0, max_tokens=8))

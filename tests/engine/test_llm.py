@@ -52,6 +52,7 @@ def test_speculation_changes_neither_tokens_nor_text(
     assert spec_llm.stats.num_draft_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
 def test_streamed_chunks_joined_equal_the_full_text(
     spec_llm: LLM, plain_llm: LLM, skip_special_tokens: bool
@@ -83,6 +84,7 @@ def stops_in(text: str) -> list[str]:
     return [s for s in found if "\ufffd" not in s]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_strings_end_answers_where_the_plain_run_ends(
     plain_llm: LLM, scripted_llm: LLM, readable: SamplingParams, include: bool

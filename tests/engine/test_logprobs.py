@@ -42,6 +42,7 @@ def check(request: Request, wanted: int) -> None:
         assert entry.ranks == [rank, *range(1, len(entry.token_ids))]
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("method", ["plain", "mixed", "p-eagle"])
 @pytest.mark.parametrize("wanted", [0, 1, 5, VOCAB + 10])

@@ -1,4 +1,4 @@
-"""Two hundred requests come and go: memory is that of the start, and nothing is lost."""
+"""A hundred requests come and go: memory is that of the start, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from peagle.sampling_params import SamplingParams
 
 from . import tiny
 
-NUM_REQUESTS = 200
+pytestmark = pytest.mark.slow
+
+NUM_REQUESTS = 100
 NUM_BLOCKS, BLOCK_SIZE = 24, 4
 
 

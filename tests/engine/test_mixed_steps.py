@@ -68,6 +68,7 @@ def test_decoding_goes_on_in_the_steps_of_a_long_prompt(method: str, static: boo
     tiny.check_naive(target(), [first, second], jobs)
 
 
+@pytest.mark.slow
 @both_forms
 def test_several_prompts_and_their_newest_tokens_share_a_step(static: bool) -> None:
     engine = tiny.make_engine(target(), head("p-eagle"), 3, static=static)
@@ -101,6 +102,7 @@ def mixed_jobs(seed: int = 0) -> list[Job]:
     return jobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [64, 13])
 @pytest.mark.parametrize("method", ["none", "p-eagle", "eagle3"])
 def test_requests_that_need_the_host_are_served_beside_others(method: str, budget: int) -> None:
@@ -145,6 +147,7 @@ def test_a_minimum_length_needs_the_host_until_it_is_reached(static: bool) -> No
     tiny.check_naive(target(), [request], [job])
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_by_rejection_a_request_says_the_same_with_logprobs_and_without(
@@ -159,6 +162,7 @@ def test_by_rejection_a_request_says_the_same_with_logprobs_and_without(
     assert answers[:4] == answers[4:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spare", [0, 6, 25])
 @both_forms
 def test_both_kinds_come_through_when_blocks_are_short(spare: int, static: bool) -> None:

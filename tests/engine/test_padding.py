@@ -44,6 +44,7 @@ def decoding(method: str, count: int, verification: str = "coupled") -> Engine:
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("count", range(1, 10))
 def test_every_batch_size_is_served(method: str, count: int) -> None:

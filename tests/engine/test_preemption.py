@@ -41,6 +41,7 @@ def drafter_named(name: str, jobs: list[Job], seed: int = 0) -> Drafter | None:
     return tiny.ScriptedHead(network(name), tiny.Script(known, seed))
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("name", ["plain", "on the host", "p-eagle", "eagle3"])
 @pytest.mark.parametrize("spare", [0, 8, 20])
@@ -74,6 +75,7 @@ def test_a_request_is_preempted_while_its_steps_are_in_flight() -> None:
     tiny.check_naive(target(), [old, young], [Job([n + 1] * 10, GREEDY) for n in range(2)])
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 999),

@@ -92,6 +92,7 @@ def test_probabilities_stay_within_what_the_reserve_counts() -> None:
     assert made.peak <= rows * vocab_size * LOGIT_BYTES <= 4 * made.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["p-eagle", "eagle3, reduced vocabulary"])
 def test_requests_go_on_beyond_the_drafters_positions(name: str) -> None:
     short = tiny.head_drafter(tiny.make_head(target(), **HEADS[name], max_position_embeddings=24))
@@ -101,6 +102,7 @@ def test_requests_go_on_beyond_the_drafters_positions(name: str) -> None:
     assert [r.num_outputs for r in requests] == [40] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels then want the GPU's tensors")
 @pytest.mark.parametrize("name", ["p-eagle, reduced vocabulary", "eagle3"])
 def test_the_gpus_kernels_sample_the_same_in_a_step(name: str) -> None:

@@ -66,6 +66,7 @@ def job_of(prompt: list[int], mode: dict[str, Any], seed: int) -> Job:
     return Job(prompt, params, bad_word_ids=words, eos=eos)
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("mode", MODES)
 def test_a_seed_gives_the_plain_tokens_with_every_drafter(mode: str, static: bool) -> None:
@@ -113,6 +114,7 @@ def modes(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     modes(),
@@ -218,6 +220,7 @@ def check_distribution(engine: Engine, params: SamplingParams, samples: int) -> 
     return sum(r.num_preemptions > 0 for r in requests)
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("name", CASES)
 def test_rejection_beside_greedy_requests_has_the_targets_distribution(
@@ -234,6 +237,7 @@ def test_rejection_beside_greedy_requests_has_the_targets_distribution(
     check_distribution(engine, SamplingParams(max_tokens=LENGTH + 1, **mode), 1000)
 
 
+@pytest.mark.slow
 @both_forms
 def test_preemption_leaves_the_distribution_alone(static: bool) -> None:
     """What a step in flight would have given is lost, and drawn again."""

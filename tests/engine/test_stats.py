@@ -54,6 +54,7 @@ def check_sums(stats: SpecDecodeStats) -> None:
     assert all(drafted >= reached >= accepted for drafted, reached, accepted in rows)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     st.integers(1, 10),

@@ -121,6 +121,7 @@ def acceptance(stats: Any) -> dict[str, Any]:
     } | {"draft_time": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 @pytest.mark.parametrize("trained", [False, True], ids=["random", "trained"])
 def test_greedy_acceptance_is_the_engines_for_every_k(
@@ -151,6 +152,7 @@ def test_limits_of_context_and_head_count_as_in_the_engine(tmp_path: Path) -> No
     assert acceptance(result.groups["all"][K - 1]) == acceptance(stats)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 def test_sampled_acceptance_is_expected_as_the_engine_finds_it(

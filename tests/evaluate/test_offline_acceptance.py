@@ -54,6 +54,7 @@ def drafted_replay(
     return stats
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 @pytest.mark.parametrize("draft_vocab_size", [training.VOCAB, 25])
 def test_offline_acceptance_is_that_of_drafting_step_by_step(

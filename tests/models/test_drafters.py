@@ -103,6 +103,7 @@ def test_training_logits_at_anchor_and_depth_are_those_of_the_proposed_token(
             torch.testing.assert_close(row, trained[text][newest_verified, depth])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", P_EAGLE_HEADS)
 def test_p_eagle_equals_the_naive_drafter(name: str, target: TargetModel, tmp_path: Path) -> None:
     network = UNEVEN.make_head(target, **P_EAGLE_HEADS[name])

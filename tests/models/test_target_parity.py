@@ -206,6 +206,7 @@ def test_aux_hidden_states_come_in_the_order_asked_for_and_may_repeat() -> None:
 
 
 @pytest.mark.network
+@pytest.mark.slow
 @torch.no_grad()
 def test_smollm2_equals_transformers() -> None:
     folder = resolve_model("smollm2-135m")

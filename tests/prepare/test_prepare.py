@@ -244,6 +244,7 @@ t.prepare(Path(sys.argv[1]), t.one_turn(400), t.Scripted(slow, capacity=8), flus
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_without_losing_or_repeating_rows(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT)
     wait_for(tmp_path / "shard-00009.json", child)

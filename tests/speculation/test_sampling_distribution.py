@@ -81,6 +81,7 @@ def assert_distribution(actual: Tensor, expected: list[float]) -> None:
     torch.testing.assert_close(actual, torch.tensor(expected), **near(terms=12))
 
 
+@pytest.mark.slow
 @given(LOGITS, SETTINGS)
 @settings(max_examples=400)
 def test_filtered_distribution_equals_the_slow_one(logits: list[float], setting) -> None:

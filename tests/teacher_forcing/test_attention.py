@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,6 +68,7 @@ def blocks_of(mask: torch.Tensor) -> torch.Tensor:
     return mask.view(count, size, count, size).transpose(1, 2).flatten(2)
 
 
+@pytest.mark.slow
 def test_block_classes_visit_hardly_more_blocks_than_needed() -> None:
     lengths = torch.randint(50, 400, (14,), generator=torch.Generator().manual_seed(0)).tolist()
     elements = segment_of(lengths, seed=0, padded=128).elements  # as on GPU
@@ -76,6 +78,7 @@ def test_block_classes_visit_hardly_more_blocks_than_needed() -> None:
     assert certain.sum() >= 0.95 * pairs.all(-1).sum()
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(sizes, st.integers(0, 99), st.sampled_from([None, 16]))
 def test_flex_attention_equals_dense_attention(

@@ -47,6 +47,7 @@ def test_stored_states_are_the_targets_own(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_training_does_not_know_where_its_features_come_from(tmp_path: Path) -> None:
     captured(tmp_path)
     losses = []

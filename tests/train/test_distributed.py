@@ -17,6 +17,8 @@ from peagle.train.setup import assemble
 from tests.tiny import training
 from tests.tiny.models import DEEP, ROPE
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 UNEVEN = 46  # rows of a segment: then packed rows have unlike numbers of segments
 

@@ -14,6 +14,8 @@ from peagle.train.setup import assemble
 from tests.tiny import training
 from tests.tiny.models import DEEP, ROPE
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_loss_falls_and_acceptance_rises_above_one_and_a_half(method: str, tmp_path: Path) -> None:

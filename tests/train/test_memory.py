@@ -115,6 +115,7 @@ def counted(network: EagleNetwork, rows: int, chunk_rows: int, *, checkpointing:
     )
 
 
+@pytest.mark.slow
 @given(
     method=st.sampled_from(["p-eagle", "p-eagle", "eagle3"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),

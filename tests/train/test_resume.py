@@ -22,6 +22,8 @@ from peagle.train.setup import Setup, assemble
 from tests.tiny import training
 from tests.tiny.models import DEEP, ROPE
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:

@@ -53,6 +53,7 @@ def test_a_run_without_plot_packages_works_and_says_so(
     assert files == {"recipe.json", "provenance.json", METRICS, "checkpoints", "head"}
 
 
+@pytest.mark.slow
 def test_curves_are_a_picture(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     hide(monkeypatch, "tensorboard")
@@ -90,6 +91,7 @@ def test_a_resumed_run_has_each_step_once_in_its_metrics(tmp_path: Path) -> None
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
 
 
+@pytest.mark.slow
 def test_cut_elements_are_counted_and_warned_of_once(
     data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -102,6 +104,7 @@ def test_cut_elements_are_counted_and_warned_of_once(
     assert sum("have no room in the padded rows" in m for m in caplog.messages) == 1
 
 
+@pytest.mark.slow
 def test_nothing_is_cut_where_nothing_is_padded(
     data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

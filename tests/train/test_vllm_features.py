@@ -290,6 +290,7 @@ def test_several_processes_do_not_start_a_server_each(tmp_path: Path) -> None:
         open_features(VllmSection(), need(8), DEEP.make_target(), tmp_path / "log", world_size=2)
 
 
+@pytest.mark.slow
 def test_training_does_not_know_that_its_features_come_from_vllm(tmp_path: Path) -> None:
     training.write_dataset(tmp_path / "data", training.counting_language(20, 24))
     target = DEEP.make_target(torch.float32)

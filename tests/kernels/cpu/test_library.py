@@ -39,6 +39,7 @@ def script(path: Path, text: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_the_library_is_compiled_once_and_nothing_else_is_left(
     cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -73,6 +74,7 @@ def test_flags_of_the_environment_are_heeded_and_make_another_library(
     assert len(list(cache.rglob("some.so"))) == 2
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_processes_that_compile_at_once_all_get_the_kernels(cache: Path) -> None:
     code = "from peagle.kernels.cpu.ops import cpu_kernels; assert cpu_kernels() is not None"
@@ -158,6 +160,7 @@ def answers(*environments: dict[str, str]) -> list[list[str]]:
     return [text.split(maxsplit=1) for text in outputs]
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_the_engine_generates_the_same_without_kernels_as_with_them() -> None:
     on, off = answers({}, {"CC": "/nowhere/cc", "PEAGLE_CACHE": "/nowhere"})

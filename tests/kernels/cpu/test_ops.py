@@ -141,6 +141,7 @@ def tables_of(blocks: list[int], count: int) -> list[BlockTable]:
     return tables
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, PER_SEQUENCE * BLOCK), min_size=1, max_size=3),

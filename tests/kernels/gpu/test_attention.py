@@ -31,6 +31,7 @@ PADDING = Item(start=3, end=0)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(shape=shapes(), window=WINDOWS, half=st.booleans(), seed=st.integers(0, 9))
 @example(Shape((Item(130, 131), PADDING), 1, 4, 2, 16, 4, 4), None, False, 0)
@@ -55,6 +56,7 @@ def test_the_reference_is_the_definition(shape: Shape, window: int | None) -> No
     torch.testing.assert_close(ours, expected, **TOLERANCE[torch.float64])
 
 
+@pytest.mark.slow
 @DTYPES
 @pytest.mark.parametrize("dim", [8, 24, 64])
 def test_any_even_head_dimension_will_do(dim: int, dtype: torch.dtype) -> None:
@@ -64,6 +66,7 @@ def test_any_even_head_dimension_will_do(dim: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours, expected, **TOLERANCE[dtype])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(("num_rows", "group"), [(30, 3), (17, 4)])
@@ -83,6 +86,7 @@ both = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 def test_more_splits_than_the_merge_reads_at_once() -> None:
     shape = Shape((Item(1215, 1216), Item(2, 3)), 1, block_size=64, num_splits=19)
     case = make_case(shape, torch.float32, capacity=1216)
@@ -115,6 +119,7 @@ def test_rows_beyond_the_block_table_see_what_it_holds(attend: object) -> None:
     assert torch.equal(out, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize(("splits", "kv_heads"), [(1, 2), (2, 2), (1, FEW_PROGRAMS + 1)])
 def test_an_item_is_batch_invariant(splits: int, kv_heads: int, window: int | None) -> None:
@@ -131,6 +136,7 @@ def test_an_item_is_batch_invariant(splits: int, kv_heads: int, window: int | No
         assert torch.equal(alone, together[own_rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 2])
 def test_results_go_where_the_caller_wants_them(splits: int) -> None:
     """A group of rows writes its part of the results of all rows."""

@@ -56,6 +56,7 @@ def assert_near(ours: torch.Tensor, expected: torch.Tensor, device: torch.device
         torch.testing.assert_close(ours, expected, **near(expected, terms=50, depth=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("splits", [1, 2])
 def test_few_quantised_rows_agree_with_their_modules(

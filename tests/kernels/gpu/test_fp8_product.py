@@ -60,6 +60,7 @@ def assert_near(ours: Tensor, theirs: Tensor) -> None:
         torch.testing.assert_close(ours, theirs, **near(theirs, terms=112))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 96), (48, 112), (80, 16)])
 @pytest.mark.parametrize("rows", [1, 16])

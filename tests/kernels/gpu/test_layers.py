@@ -191,6 +191,7 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(fused, "gpu_takes", lambda x: True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_targets_layers_agree_with_their_modules(
@@ -210,6 +211,7 @@ def test_a_targets_layers_agree_with_their_modules(
     torch.testing.assert_close(ours, expected, **near(expected, terms=50, depth=3))
 
 
+@pytest.mark.slow
 def test_splits_of_long_contexts_change_nothing_but_the_order_of_sums(
     device: torch.device, with_kernels: Callable[[], None], calls: list[int]
 ) -> None:
@@ -220,6 +222,7 @@ def test_splits_of_long_contexts_change_nothing_but_the_order_of_sums(
     assert len(calls) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True}, {"attention_bias": True}])
 def test_a_drafters_layers_agree_with_their_modules(
@@ -239,6 +242,7 @@ def test_a_drafters_layers_agree_with_their_modules(
     torch.testing.assert_close(ours, expected, **near(expected, terms=50, depth=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["norms of queries and keys", "sliding window"])
 @pytest.mark.parametrize("form", FORMS)
 def test_prompts_beside_newest_tokens_agree_with_the_modules(
@@ -259,6 +263,7 @@ def test_prompts_beside_newest_tokens_agree_with_the_modules(
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_drafters_prompts_beside_new_rows_agree_with_the_modules(
     device: torch.device, calls: list[int], with_kernels: Callable[[], None]
 ) -> None:
@@ -286,6 +291,7 @@ def test_rows_in_two_groups_give_what_one_group_gives() -> None:
     torch.testing.assert_close(apart, together[order], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_sequence_has_the_same_bits_alone_and_beside_others(
     device: torch.device, with_kernels: Callable[[], None], calls: list[int]
 ) -> None:
@@ -297,6 +303,7 @@ def test_a_sequence_has_the_same_bits_alone_and_beside_others(
     assert calls == [6, 2]
 
 
+@pytest.mark.slow
 def test_weights_that_are_replaced_are_seen(
     device: torch.device, with_kernels: Callable[[], None], calls: list[int]
 ) -> None:
@@ -309,6 +316,7 @@ def test_weights_that_are_replaced_are_seen(
     assert len(calls) == 2
 
 
+@pytest.mark.slow
 def test_weights_that_are_replaced_after_binding_are_not_looked_for(
     device: torch.device, with_kernels: Callable[[], None]
 ) -> None:

@@ -84,6 +84,7 @@ def make_case(heads: Heads, num_rows: int, has_norm: bool, dtype: torch.dtype) -
 HEADS = st.builds(Heads, st.integers(1, 9), st.integers(1, 3), st.sampled_from([8, 24, 64]))
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(heads=HEADS, num_rows=st.integers(1, 5), has_norm=st.booleans(), half=st.booleans())
 def test_kernel_agrees_with_its_reference(
