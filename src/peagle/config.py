@@ -16,6 +16,7 @@ Quantization = Literal["fp8"]
 
 MAX_SPECULATIVE_TOKENS = 64
 DEFAULT_SPECULATIVE_TOKENS = 5
+MAX_DRAFT_NODES = 63  # a row's ancestors, the newest token included, are the bits of one int64
 
 _Config = TypeVar("_Config")
 
@@ -41,6 +42,9 @@ class SpeculativeConfig:
     method: Method | None = None  # None: what the head says it is
     model: str | None = None
     num_speculative_tokens: int | None = None  # None: the head's own advice, else the default
+    # Drafts are a tree of so many tokens, `num_speculative_tokens` of them behind each other at
+    # most; None: a chain. P-EAGLE heads can, with verification "coupled".
+    num_draft_nodes: int | None = None
     prompt_lookup_max: int = 4  # ngram: longest suffix that is looked up
     prompt_lookup_min: int = 2
     verification: Verification = "coupled"
@@ -53,6 +57,12 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"num_speculative_tokens={k} is out of range",
                 hint=f"use 1 to {MAX_SPECULATIVE_TOKENS}, or method none to turn speculation off",
+            )
+        nodes = self.num_draft_nodes
+        if nodes is not None and not 1 <= nodes <= MAX_DRAFT_NODES:
+            raise ConfigError(
+                f"num_draft_nodes={nodes} is out of range",
+                hint=f"use 1 to {MAX_DRAFT_NODES}, or leave it out for a chain",
             )
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
             raise ConfigError(

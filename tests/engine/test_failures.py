@@ -132,15 +132,15 @@ def test_a_draft_is_never_kept_where_nothing_could_be_chosen() -> None:
     """Even if it is the token that stands there, and the row behind it is sound."""
     state = make_device_batch(1, 4, 2, torch.device("cpu"), None)
     state.limits[0], state.capacity[0], state.num_computed[0] = 20, 20, 5
-    state.num_drafts[0] = state.max_drafts[0] = 2
+    state.num_drafts[0] = state.max_drafts[0] = state.max_depths[0] = 2
     slots, drafts = torch.tensor([0]), torch.tensor([[7, 8]])
     counts = begin_step(state, slots, torch.tensor([2]), 2)
     usable = torch.tensor([[True, False, True]])
-    committed = commit(state, slots, counts, drafts, torch.tensor([[7, 8, 9]]), usable, 100)
+    committed = commit(state, slots, counts, drafts, torch.tensor([[7, 8, 9]]), usable, 100, 2)
     assert committed.report[0, :HEADER].tolist() == [0, 2, 0]  # done again, without drafts
     assert state.max_drafts[0] == 0
     alone = begin_step(state, slots, torch.tensor([2]), 2)
-    committed = commit(state, slots, alone, drafts, torch.tensor([[7, 8, 9]]), ~usable, 100)
+    committed = commit(state, slots, alone, drafts, torch.tensor([[7, 8, 9]]), ~usable, 100, 2)
     assert committed.report[0, :HEADER].tolist() == [0, 0, 1]
     assert begin_step(state, slots, torch.tensor([2]), 2).num_rows.tolist() == [0]  # it has ended
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from peagle.engine import runner as module
 from peagle.engine.engine import Engine
 from peagle.engine.runner import BATCH_SIZES, ITEM_COUNTS, ROWS_PER_ITEM, padded
+from peagle.engine.step import StepShape
 from peagle.kernels.device_batch import HEADER
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
@@ -61,8 +62,9 @@ def test_exact_shapes_are_those_of_the_rows() -> None:
     engine = tiny.make_engine(target(), head("p-eagle"), 3, max_num_batched_tokens=20)
     tiny.run(engine, [Job([1] * 30, GREEDY), Job([2] * 5, GREEDY), Job([3] * 7, GREEDY)])
     first, second, *_ = tiny.watched(engine).shapes
-    assert first[:1] + first[-2:] == (0, 1, 20)  # 20 prompt rows
-    assert second[:1] + second[-2:] == (2, 3, 9)  # its other 9, and the next two prompts'
+    assert (first.batch, first.num_items, first.rows_per_item) == (0, 1, 20)  # 20 prompt rows
+    # Its other 9, and the next two prompts'.
+    assert (second.batch, second.num_items, second.rows_per_item) == (2, 3, 9)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -120,7 +122,8 @@ def test_at_most_half_of_a_batch_is_padding(count: int) -> None:
 def test_warming_up_takes_every_shape_that_greedy_requests_meet(method: str) -> None:
     engine = tiny.make_engine(target(), head(method), 3, max_num_seqs=9, static=True)
     tiny.run(engine, [Job(p, GREEDY, joins=n) for n, p in enumerate(tiny.prompts(12, seed=1))])
-    common = engine.runner._common_shapes(3, engine.scheduler.max_num_batched_tokens)
+    drafts = StepShape(batch=1, depth=3, sampling="greedy")
+    common = engine.runner._common_shapes(drafts, engine.scheduler.max_num_batched_tokens)
     met = {shape for shape in tiny.watched(engine).shapes if shape.sampling == "greedy"}
     assert {shape.batch for shape in met} == {1, 2, 4, 8, 16}
     assert met <= set(common)

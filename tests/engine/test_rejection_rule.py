@@ -67,7 +67,7 @@ def test_a_refused_draft_that_is_drawn_again_is_no_accepted_one() -> None:
     rows = Packing(depth + 1, None, depth + 1)
     sampled = sampler.verify(given(logits), drafts, counts.num_drafts, rows)
     assert sampled.sampled_token_ids.tolist() == [[0, 0, 0]]
-    committed = commit(state, slots, counts, *sampled, 100)
+    committed = commit(state, slots, counts, *sampled, 100, depth)
     assert committed.report[0, :HEADER].tolist() == [1, depth, 0]  # one token, none accepted
     assert committed.num_outputs.tolist() == (counts.num_outputs + 1).tolist()
 

@@ -275,12 +275,14 @@ def test_reach_is_no_more_than_the_device_may_write(k: int, lag: int) -> None:
 
 def test_start_and_reach_count_steps_in_flight_and_end_at_the_limit() -> None:
     batch = HostBatch(3, MAX_DRAFTS)
-    batch.num_computed[:], batch.per_step[:], batch.limits[:] = 10, (5, 5, 1), (100, 16, 100)
+    batch.num_computed[:], batch.per_step[:], batch.max_capacity[:] = 10, (5, 5, 1), (100, 16, 100)
     assert batch.start().tolist() == [10, 10, 10]
     assert batch.reach().tolist() == [10 + 5 + 3, 16, 11]
     batch.in_flight[:] = 2
     assert batch.start().tolist() == [20, 20, 12]
     assert batch.reach(np.array([0, 2])).tolist() == [20 + 5 + 3, 13]
+    batch.num_rows[:] = 6, 5, 12  # trees may have more rows than what their drafts reach
+    assert batch.reach(np.array([0, 2])).tolist() == [20 + 5 + 3, 12 + 12]
 
 
 def test_a_slot_that_steps_in_flight_are_sure_to_end_is_not_launched_again() -> None:

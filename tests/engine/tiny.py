@@ -27,15 +27,24 @@ from peagle.engine.scheduler import Chunk, Slot
 from peagle.engine.step import StepShape
 from peagle.models.attention import causal_attention
 from peagle.models.config import DecoderConfig
-from peagle.models.drafter import CacheLayout, DraftBatch, Drafter, NetworkDrafter, SequenceDraft
+from peagle.models.drafter import (
+    CacheLayout,
+    DraftBatch,
+    Drafter,
+    NetworkDrafter,
+    Packing,
+    SequenceDraft,
+)
 from peagle.models.eagle import EagleNetwork, initialise, shared_tables
 from peagle.models.eagle3 import Eagle3Drafter
 from peagle.models.head_config import HeadConfig
+from peagle.models.output import OutputRows
 from peagle.models.p_eagle import PEagleDrafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.noise import gumbel_noise
 from peagle.speculation.sampling import SamplingRows, filter_logits, probabilities, sample
+from peagle.speculation.trees import BEAM
 
 VOCAB = 40
 CONTEXT = 96
@@ -244,6 +253,40 @@ class ScriptedHead:
         return drafts
 
 
+class ScriptedTrees(ScriptedHead):
+    """Knows whole answers; at each depth the right token is among the candidates, or not, at a
+    place that changes from position to position. `ranks`: the places it may have."""
+
+    def __init__(
+        self, network: EagleNetwork, answers: Sequence[Sequence[int]], ranks: Sequence[int]
+    ) -> None:
+        super().__init__(network, Script(answers))
+        self.ranks = ranks
+
+    def lattice(self, batch: DraftBatch) -> tuple[OutputRows, Packing]:
+        assert self.engine is not None
+        output, packing = self.head.lattice(batch)  # type: ignore[attr-defined]
+        logits = torch.full((len(batch.slots), batch.depth, VOCAB), -9.0, dtype=torch.float64)
+        num_tokens = (batch.starts + batch.num_real + 1).tolist()
+        for row, slot in enumerate(batch.slots.tolist()):
+            if int(batch.num_drafts[row]):
+                prompt = self.engine.scheduler.running[slot].request.prompt_token_ids
+                for depth in range(batch.depth):
+                    tokens = self._candidates(prompt, num_tokens[row] + depth)
+                    for rank, token in enumerate(tokens):
+                        logits[row, depth, token] = 2.0 - rank
+        return output._replace(values=packing.take(logits.flatten(0, 1))), packing
+
+    def _candidates(self, prompt: Sequence[int], position: int) -> list[int]:
+        """Of the token at this position, the best first."""
+        answer = next(a for a in self.script.answers if a[: len(prompt)] == list(prompt))
+        right = answer[position] if position < len(answer) else 0
+        rng = random.Random(f"{position} {len(answer)}")
+        others = rng.sample([t for t in range(VOCAB) if t != right], BEAM)
+        rank = rng.choice(self.ranks)
+        return [*others[:rank], right, *others[rank:]]
+
+
 class Job(NamedTuple):
     """A request and the step at which it joins."""
 
@@ -262,11 +305,12 @@ def make_engine(
     eos: Sequence[int] = (),
     *,
     static: bool = False,
+    nodes: int | None = None,
     **options: Any,
 ) -> Engine:
     """`static`: padded shapes and collection one step late, as under CUDA graphs. Every step is
     watched: see WatchedRunner."""
-    speculation = None if drafter is None else Speculation(drafter, k, verification)
+    speculation = None if drafter is None else Speculation(drafter, k, verification, nodes)
     config = EngineConfig(**{"max_num_seqs": 8, "block_size": 4} | options)
     engine = Engine(
         target,

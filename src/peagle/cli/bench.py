@@ -208,7 +208,7 @@ def print_comparison(found: Comparison, file: IO[str]) -> None:
 def _comparison_row(cell: CellComparison) -> list[str]:
     lengths = (cell.acceptance_a, cell.acceptance_b)
     return [
-        cell.setting.method,
+        cell.setting.name,
         str(cell.setting.num_speculative_tokens or "-"),
         cell.place.workload,
         cell.place.load,

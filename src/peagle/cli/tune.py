@@ -99,6 +99,7 @@ def _advice_document(advice: Advice) -> dict[str, Any]:
         "load": None if advice.load == ALL else advice.load,
         "method": advice.best.setting.method,
         "num_speculative_tokens": advice.best.setting.num_speculative_tokens,
+        "num_draft_nodes": advice.best.setting.num_draft_nodes,
         "otps": asdict(advice.best.otps),
         "gain": asdict(advice.best.gain),
         "acceptance_length": advice.best.acceptance_length,

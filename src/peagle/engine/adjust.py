@@ -1,8 +1,8 @@
 """Logit changes that depend on what a request has generated: bad words, minimum length,
 bias, penalties.
 
-Row j of a request is computed as if its first j drafts had been accepted, because only then is the
-row used. Applied in vLLM's order, before temperature and the filters.
+A row of a request is computed as if the drafts before it had been accepted, because only then is
+the row used. Applied in vLLM's order, before temperature and the filters.
 """
 
 from __future__ import annotations
@@ -22,33 +22,34 @@ def needs_adjustment(request: Request) -> bool:
     return bool(request.bad_word_ids or below_minimum or p.logit_bias) or _has_penalties(request)
 
 
-def adjust_logits(logits: Tensor, request: Request, drafts: Sequence[int]) -> Tensor:
-    """logits [1 + len(drafts), V] of one request -> the same, adjusted; the input is kept."""
+def adjust_logits(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> Tensor:
+    """logits [R, V] of one request, with the drafts before each of the R rows -> the same,
+    adjusted; the input is kept."""
     logits = logits.clone()
-    _ban_words(logits, request, drafts)
-    _ban_early_stop(logits, request)
+    _ban_words(logits, request, paths)
+    _ban_early_stop(logits, request, paths)
     for token_id, bias in request.params.logit_bias.items():
         logits[:, token_id] += bias
-    return _penalise(logits, request, drafts) if _has_penalties(request) else logits
+    return _penalise(logits, request, paths) if _has_penalties(request) else logits
 
 
-def _ban_words(logits: Tensor, request: Request, drafts: Sequence[int]) -> None:
+def _ban_words(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> None:
     """A word's last token is banned where the tokens before it have just been generated."""
     if not request.bad_word_ids:
         return
-    output_ids = request.output_token_ids + list(drafts)
-    first = request.num_outputs
-    for *prefix, last in request.bad_word_ids:
-        for row in range(logits.shape[0]):
-            end = first + row
-            if output_ids[max(end - len(prefix), 0) : end] == prefix:
+    for row, path in enumerate(paths):
+        output_ids = request.output_token_ids + list(path)
+        for *prefix, last in request.bad_word_ids:
+            if output_ids[max(len(output_ids) - len(prefix), 0) :] == prefix:
                 logits[row, last] = -torch.inf
 
 
-def _ban_early_stop(logits: Tensor, request: Request) -> None:
-    rows_below = request.params.min_tokens - request.num_outputs
-    if rows_below > 0 and request.stop_token_ids:
-        logits[:rows_below, sorted(request.stop_token_ids)] = -torch.inf
+def _ban_early_stop(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> None:
+    if not request.stop_token_ids:
+        return
+    for row, path in enumerate(paths):
+        if request.num_outputs + len(path) < request.params.min_tokens:
+            logits[row, sorted(request.stop_token_ids)] = -torch.inf
 
 
 def _has_penalties(request: Request) -> bool:
@@ -57,15 +58,16 @@ def _has_penalties(request: Request) -> bool:
     return not neutral
 
 
-def _penalise(logits: Tensor, request: Request, drafts: Sequence[int]) -> Tensor:
+def _penalise(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> Tensor:
     num_rows, vocab_size = logits.shape
     device = logits.device
     in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
     in_prompt[request.prompt_token_ids] = True
     output_ids = torch.tensor(request.output_token_ids, dtype=torch.long, device=device)
     counts = torch.bincount(output_ids, minlength=vocab_size).repeat(num_rows, 1)  # [R, V]
-    for row in range(1, num_rows):
-        counts[row:, drafts[row - 1]] += 1
+    for row, path in enumerate(paths):
+        for token in path:
+            counts[row, token] += 1
     p = request.params
     values = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
     repetition, presence, frequency = (

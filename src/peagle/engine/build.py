@@ -31,6 +31,7 @@ def make_runner(
     *,
     max_num_seqs: int,
     max_model_len: int,
+    cache_len: int,  # positions that a request's blocks may have
     static: bool,
 ) -> Runner:
     weight = target.embed_tokens.weight
@@ -38,10 +39,11 @@ def make_runner(
     ops = step_ops(weight.device)
     state = make_device_batch(
         max_num_seqs,
-        allocator.blocks_for(max_model_len),
-        min(drafter.max_speculative_tokens, MAX_SPECULATIVE_TOKENS) if drafter else 0,
+        allocator.blocks_for(cache_len),
+        _max_drafts(speculation),
         weight.device,
         draft_probs_shape(speculation, target),
+        has_trees=speculation is not None and speculation.num_draft_nodes is not None,
     )
     tables: list[BlockTable | None] = [None] * max_num_seqs
     layout: RowLayout = ExactLayout(tables)
@@ -60,8 +62,19 @@ def make_runner(
     if drafter is not None and drafter.cache_layout is not None:
         drafting = Drafting(cast(NetworkDrafter, drafter), paged(drafter.cache_layout, reach))
     model = paged(target_layout(target), target.config.max_position_embeddings)
-    models = StepModels(target, model, drafting, reach + 1, state, ops, layout)
+    models = StepModels(
+        target, model, drafting, reach + 1, state, ops, layout, allocator.block_size
+    )
     return Runner(models, tables, static=static)
+
+
+def _max_drafts(speculation: Speculation | None) -> int:
+    """Draft tokens that a slot has room for."""
+    if speculation is None:
+        return 0
+    if speculation.num_draft_nodes is not None:
+        return speculation.num_draft_nodes
+    return min(speculation.drafter.max_speculative_tokens, MAX_SPECULATIVE_TOKENS)
 
 
 def draft_probs_shape(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from peagle.config import EngineConfig, Verification
+from peagle.config import MAX_DRAFT_NODES, EngineConfig, Verification
 from peagle.engine.adjust import needs_adjustment
 from peagle.engine.build import draft_probs_shape, host_drafter, make_runner
 from peagle.engine.clock import Clock
@@ -32,6 +32,7 @@ from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.statistics import SpecDecodeStats
+from peagle.speculation.trees import BEAM, num_candidates
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,35 @@ class Speculation:
     drafter: Drafter
     num_speculative_tokens: int
     verification: Verification = "coupled"
+    num_draft_nodes: int | None = None  # drafts are trees of so many tokens; None: chains
 
     def __post_init__(self) -> None:
         check_depth(self.num_speculative_tokens, self.drafter)
+        if self.num_draft_nodes is not None:
+            self._check_tree(self.num_draft_nodes)
+
+    @property
+    def cache_slack(self) -> int:
+        """As Request.cache_slack, at most."""
+        return max((self.num_draft_nodes or 0) - 1, 0)
+
+    def _check_tree(self, num_nodes: int) -> None:
+        if not hasattr(self.drafter, "lattice"):
+            raise ConfigError(
+                f"num_draft_nodes={num_nodes}, but {self.drafter.method} drafts no trees",
+                hint="use a P-EAGLE head, or drop it",
+            )
+        if self.verification == "rejection":
+            raise ConfigError(
+                "rejection verifies chains, not trees", hint="use verification coupled"
+            )
+        most = min(MAX_DRAFT_NODES, num_candidates(self.num_speculative_tokens, BEAM))
+        if num_nodes > most:
+            raise ConfigError(
+                f"num_draft_nodes={num_nodes} is more than a tree of depth "
+                f"{self.num_speculative_tokens} can have",
+                hint=f"use at most {most}",
+            )
 
 
 class NewTokens(NamedTuple):
@@ -93,13 +120,15 @@ class Engine:
         drafter = speculation.drafter if speculation else None
         self._host_drafter = host_drafter(drafter)
         probs_shape = draft_probs_shape(speculation, target)
-        self.allocator = make_allocator(target, drafter, config, self.max_model_len, probs_shape)
+        cache_len = self.max_model_len + (speculation.cache_slack if speculation else 0)
+        self.allocator = make_allocator(target, drafter, config, cache_len, probs_shape)
         self.runner = make_runner(
             target,
             speculation,
             self.allocator,
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len,
+            cache_len=cache_len,
             static=on_gpu if static_shapes is None else static_shapes,
         )
         self.clock = Clock(self.stats)
@@ -171,6 +200,7 @@ class Engine:
         shape = StepShape(
             batch=len(indices),
             depth=int(per_step.max()) - 1,
+            num_nodes=self._num_nodes(np.concatenate((indices, prompts))),
             sampling=sampling,
             by_rejection=self._verification == "rejection" and sampling != "greedy",
             num_splits=self.runner.num_splits(len(indices), reach),
@@ -180,6 +210,12 @@ class Engine:
         slots = [self.scheduler.running[n] for n in indices.tolist()]
         num_running = len(self.scheduler.running)
         return InFlight(report, slots, indices, batch.serials[indices], num_running, host)
+
+    def _num_nodes(self, slots: Column) -> int | None:
+        """Of the largest tree; None where drafts are chains."""
+        if self.speculation is None or self.speculation.num_draft_nodes is None:
+            return None
+        return int(self.scheduler.batch.num_rows[slots].max()) - 1
 
     def _collect(self, step: InFlight) -> list[NewTokens]:
         """Waits for the step, if it must, and commits what it gave. The host has a few
@@ -227,7 +263,7 @@ class Engine:
         size = self.scheduler.batch.outcomes.shape[1]
         times = np.bincount(drafted * size + kept)
         for pair in np.flatnonzero(times).tolist():
-            self.stats.observe(pair // size, pair % size, int(times[pair]))
+            self.stats.observe(pair // size, pair % size, int(times[pair]), self._tree_depth)
 
     def _collect_one(self, step: InFlight, n: int, row: list[int]) -> list[NewTokens]:
         """A request that may have ended, that got nothing, or whose logits the host reads."""
@@ -240,8 +276,8 @@ class Engine:
         new = self._append(request, token_ids, logprobs)
         # Drafts behind the token that ended the request were verified for nothing.
         outcome = num_drafts, min(num_new - 1, len(new.token_ids))
-        request.stats.observe(*outcome)
-        self.stats.observe(*outcome)
+        request.stats.observe(*outcome, depth=self._tree_depth)
+        self.stats.observe(*outcome, depth=self._tree_depth)
         if not slot.closed:  # its minimum length may be reached
             needs_host = request.params.logprobs is not None or needs_adjustment(request)
             self.scheduler.batch.needs_host[slot.index] = needs_host
@@ -313,7 +349,8 @@ class Engine:
             params=params,
             seed=self._seeds.getrandbits(63) if seed is None else seed,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            num_speculative_tokens=self._num_speculative_tokens(params),
+            num_speculative_tokens=(depth := self._num_speculative_tokens(params)),
+            num_draft_nodes=self._num_draft_nodes(depth),
             stop_token_ids=frozenset(ends),
             bad_word_ids=tuple(tuple(word) for word in bad_word_ids),
         )
@@ -339,8 +376,14 @@ class Engine:
     @torch.inference_mode()
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Captures the CUDA graphs of common steps now rather than when each is first met."""
-        depth = self.speculation.num_speculative_tokens if self.speculation else 0
-        self.runner.warm_up(depth, self.scheduler.max_num_batched_tokens, progress)
+        drafts = StepShape(batch=1, depth=0, sampling="greedy")
+        if self.speculation is not None:
+            depth, num_nodes = (
+                self.speculation.num_speculative_tokens,
+                self.speculation.num_draft_nodes,
+            )
+            drafts = drafts._replace(depth=depth, num_nodes=num_nodes)
+        self.runner.warm_up(drafts, self.scheduler.max_num_batched_tokens, progress)
 
     @property
     def num_graphs(self) -> int:
@@ -374,6 +417,20 @@ class Engine:
                 hint=f"use at most {engines_own}, or verification coupled",
             )
         return asked
+
+    @property
+    def _tree_depth(self) -> int | None:
+        """None where drafts are chains."""
+        speculation = self.speculation
+        if speculation is None or speculation.num_draft_nodes is None:
+            return None
+        return speculation.num_speculative_tokens
+
+    def _num_draft_nodes(self, depth: int) -> int | None:
+        """Of a request with drafts of this depth."""
+        if self.speculation is None or self.speculation.num_draft_nodes is None:
+            return None
+        return self.speculation.num_draft_nodes if depth else 0
 
     @property
     def _verification(self) -> Verification:

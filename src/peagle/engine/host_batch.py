@@ -20,8 +20,10 @@ class HostBatch:
         self.serials = column()  # number of the request in it, by order of admission; 0: free
         self.decodes = column()  # 1: its prompt has been launched
         self.limits = column()  # tokens at which the request ends, prompt included
+        self.max_capacity = column()  # positions that its blocks may have at most
         self.capacity = column()  # tokens that its blocks hold
         self.per_step = column()  # tokens that a step may give: K + 1
+        self.num_rows = column()  # rows that it computes: the same, or those of a tree
         self.sampling = column()  # an index of SAMPLINGS
         self.needs_host = column()  # 1: its logits are changed or read on the host
         self.ends_early = column()  # 1: it has ends of its own beside the engine's
@@ -44,19 +46,21 @@ class HostBatch:
         """Positions that one more step may write: its own rows, and behind them those of the
         drafts for the step after it, of which the first and the last have none."""
         ahead = np.maximum(self.per_step[slots] - 2, 0)
-        end: Column = self.start(slots) + self.per_step[slots] + ahead
-        return np.minimum(end, self.limits[slots])
+        most = np.maximum(self.per_step[slots] + ahead, self.num_rows[slots])
+        end: Column = self.start(slots) + most
+        return np.minimum(end, self.max_capacity[slots])
 
     def clear(self, slot: int) -> None:
-        for column in (self.serials, self.decodes, self.limits, self.capacity):
+        for column in (self.serials, self.decodes, self.limits, self.capacity, self.max_capacity):
             column[slot] = 0
         for column in (self.num_computed, self.in_flight, self.needs_host):
             column[slot] = 0
 
-    def take_outcomes(self, slot: int) -> list[tuple[int, int, int]]:
-        """(drafted, kept, times) of the steps since it was last asked."""
-        counts = self.outcomes[slot]
+    def take_outcomes(self, slot: int) -> list[tuple[int, int, int, int]]:
+        """(drafted, kept, times, depth) of the steps since it was last asked."""
+        counts, depth = self.outcomes[slot], int(self.per_step[slot]) - 1
         drafted, kept = np.nonzero(counts)
         times = counts[drafted, kept]
         counts[:] = 0
-        return list(zip(drafted.tolist(), kept.tolist(), times.tolist(), strict=True))
+        columns = zip(drafted.tolist(), kept.tolist(), times.tolist(), strict=True)
+        return [(*outcome, depth) for outcome in columns]

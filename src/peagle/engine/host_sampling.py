@@ -28,7 +28,7 @@ class HostSampling:
 
     def adjusted(self, output: OutputRows, counts: StepCounts, packing: Packing) -> OutputRows:
         logits = output.logits()
-        num_rows, drafts = counts.num_rows.tolist(), counts.drafts.tolist()
+        num_rows = counts.num_rows.tolist()
         width = counts.drafts.shape[1] + 1
         sizes = num_rows if packing.index is not None else [width] * len(num_rows)
         own = list(torch.split(logits, sizes))
@@ -37,15 +37,30 @@ class HostSampling:
         for n in asked:
             request, rows = self.requests[n], num_rows[n]
             if rows and needs_adjustment(request):
-                changed = adjust_logits(self._raw[n], request, drafts[n][: rows - 1])
+                changed = adjust_logits(self._raw[n], request, _paths(counts, n)[:rows])
                 own[n] = torch.cat((changed, own[n][rows:]))
         return output._replace(values=torch.cat(own))
+
+    def take_path(self, rows: list[list[int]]) -> None:
+        """Of trees: the rows [B, K+1] that the target has taken, which are read from now on."""
+        pairs = zip(self._raw, rows, strict=False)  # what is beyond only pads the batch
+        self._raw = [raw[own] if len(raw) else raw for raw, own in pairs]
 
     def logprobs(self, n: int, token_ids: Sequence[int]) -> list[TokenLogprobs]:
         """Log-probabilities of the n-th request's new tokens before any adjustment, as vLLM
         reports them."""
         wanted = self.requests[n].params.logprobs
         return [] if wanted is None else raw_logprobs(self._raw[n], token_ids, wanted)
+
+
+def _paths(counts: StepCounts, n: int) -> list[list[int]]:
+    """The drafts before each row of the n-th slot."""
+    drafts = counts.drafts[n].tolist()
+    parents = range(len(drafts)) if counts.tree is None else counts.tree.parents[n].tolist()
+    paths: list[list[int]] = [[]]
+    for draft, parent in zip(drafts, parents, strict=True):
+        paths.append([*paths[parent], draft])
+    return paths
 
 
 def raw_logprobs(logits: Tensor, token_ids: Sequence[int], wanted: int) -> list[TokenLogprobs]:

@@ -79,7 +79,7 @@ class PagedAttention(CachedAttention):
         self.cache = cache
         self.tables = tables
         self.spans = spans
-        positions = [p for s in spans for p in range(s.start, s.start + s.length)]
+        positions = [s.start + depth for s in spans for depth in row_depths(s)]
         self.positions = torch.tensor(positions, device=cache.keys.device)  # [N]
         kv_heads, dim = cache.keys.shape[-2:]
         work = sum(s.length * (s.start + s.length) for s in spans) * kv_heads * dim
@@ -128,7 +128,7 @@ class PagedAttention(CachedAttention):
         if self._kernel_step is None:
             tables = [self.tables[s.sequence] for s in self.spans]
             spans = [
-                PagedSpan(s.start, s.length, t.blocks)
+                PagedSpan(s.start, s.length, t.blocks, s.parents)
                 for s, t in zip(self.spans, tables, strict=True)
             ]
             kv_heads, dim = self.cache.keys.shape[-2:]
@@ -140,7 +140,7 @@ class _SequenceView:
     """One span of one sequence: where its cache lies and which of it each row may see."""
 
     def __init__(self, table: BlockTable, span: Span, device: torch.device) -> None:
-        self.start, self.length = span.start, span.length
+        self.span, self.start, self.length = span, span.start, span.length
         self.end = span.start + span.length
         slots = _slots(table, self.end)  # [T]
         self.write_slots = slots[span.start :]
@@ -174,7 +174,7 @@ class _SequenceView:
 
     def _attend_long(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         rows = q.transpose(0, 1)[None]  # [1, h, n, D]
-        whole_prompt = self.start == 0 and window is None
+        whole_prompt = self.start == 0 and window is None and self.span.parents is None
         mask = None if whole_prompt else self._mask(window, 1, q.dtype)
         out = F.scaled_dot_product_attention(
             rows, k, v, attn_mask=mask, is_causal=whole_prompt, enable_gqa=True
@@ -187,15 +187,42 @@ class _SequenceView:
         if sees_all:
             return None
         if (window, group) not in self._masks:
-            query = torch.arange(self.start, self.end, device=self.device)[:, None]
-            key = torch.arange(self.end, device=self.device)[None, :]
-            visible = key <= query
-            if window is not None:
-                visible &= query - key < window
+            visible = self._visible(window)
             mask = torch.zeros(visible.shape, dtype=dtype, device=self.device)
             mask.masked_fill_(~visible, -torch.inf)
             self._masks[window, group] = mask.repeat_interleave(group, dim=0)
         return self._masks[window, group]
+
+    def _visible(self, window: int | None) -> Tensor:
+        """[n, T]"""
+        rows = torch.arange(self.start, self.end, device=self.device)
+        key = torch.arange(self.end, device=self.device)
+        visible = key <= rows[:, None]
+        if self.span.parents is not None:
+            visible[:, self.start :] = self._ancestors()
+        if window is not None:
+            depths = torch.tensor(row_depths(self.span), device=self.device)
+            position = self.start + depths  # of rows
+            key[self.start :] = position
+            visible &= position[:, None] - key < window
+        return visible
+
+    def _ancestors(self) -> Tensor:
+        """Which rows of the span each sees: [n, n]."""
+        sees = torch.eye(self.length, dtype=torch.bool, device=self.device)
+        for row, parent in enumerate(self.span.parents or (), start=1):
+            sees[row] |= sees[parent]
+        return sees
+
+
+def row_depths(span: Span) -> list[int]:
+    """How far behind the span's first row each stands."""
+    if span.parents is None:
+        return list(range(span.length))
+    depths = [0]
+    for parent in span.parents:
+        depths.append(depths[parent] + 1)
+    return depths
 
 
 def _slots(table: BlockTable, length: int) -> Tensor:

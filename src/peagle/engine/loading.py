@@ -77,7 +77,13 @@ def load_speculation(config: SpeculativeConfig, target: TargetModel) -> Speculat
         bind_kernels(network)
         drafter = head_drafter(network, config)
         advice = network.config.num_speculative_tokens
-    return Speculation(drafter, config.num_speculative_tokens or advice, config.verification)
+    if config.num_draft_nodes is not None and target.policy.batch_invariant:
+        raise ConfigError(
+            "batch_invariant and trees do not go together: a row's sums follow where it lies",
+            hint="drop num_draft_nodes, or batch_invariant",
+        )
+    depth = config.num_speculative_tokens or advice
+    return Speculation(drafter, depth, config.verification, config.num_draft_nodes)
 
 
 def head_drafter(network: EagleNetwork, config: SpeculativeConfig) -> Drafter:

@@ -36,6 +36,7 @@ class Request:
     max_tokens: int
     num_speculative_tokens: int  # 0: this request is not speculated for
     stop_token_ids: frozenset[int]
+    num_draft_nodes: int | None = None  # of its tree; None: its drafts are a chain
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     token_ids: list[int] = field(init=False)  # prompt and output
     status: Status = Status.WAITING
@@ -44,8 +45,8 @@ class Request:
     error: str | None = None
     table: BlockTable | None = None
     num_preemptions: int = 0
-    # Steps that the engine counts by itself: (drafted, kept, times) of those not in `stats` yet.
-    take_outcomes: Callable[[], list[tuple[int, int, int]]] | None = None
+    # Steps that the engine counts by itself: `observe`'s arguments of those not in `stats` yet.
+    take_outcomes: Callable[[], list[tuple[int, int, int, int]]] | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     _stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
 
@@ -59,6 +60,17 @@ class Request:
                 self._stats.observe(*outcome)
         self._stats.num_output_tokens = self.num_outputs
         return self._stats
+
+    @property
+    def max_drafts(self) -> int:
+        """Draft tokens per step in all."""
+        nodes = self.num_draft_nodes
+        return self.num_speculative_tokens if nodes is None else nodes
+
+    @property
+    def cache_slack(self) -> int:
+        """Rows of a tree that may lie behind the end of the answer, in the cache."""
+        return max((self.num_draft_nodes or 0) - 1, 0)
 
     @property
     def num_tokens(self) -> int:

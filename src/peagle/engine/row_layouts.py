@@ -57,11 +57,13 @@ class ExactLayout:
         first = 0
         for group in items:
             columns = (group.slots.tolist(), group.starts.tolist(), group.counts.tolist())
-            for slot, start, count in zip(*columns, strict=True):
+            parents = None if group.tree is None else group.tree.parents.tolist()
+            for n, (slot, start, count) in enumerate(zip(*columns, strict=True)):
                 if count:
                     table = self.tables[slot]
                     assert table is not None
-                    spans.append(Span(len(tables), start, count))
+                    own = None if parents is None else parents[n][: count - 1]
+                    spans.append(Span(len(tables), start, count, own))
                     tables.append(table)
                     index += range(first, first + count)
                 first += group.rows_per_item
@@ -114,6 +116,7 @@ class PaddedLayout:
             model.max_position,
             positions,
             slots,
+            None if group.tree is None else group.tree.depths,
         )
         return PagedRows(
             block_tables=self.block_tables,
@@ -125,6 +128,7 @@ class PaddedLayout:
             rows_per_item=group.rows_per_item,
             block_size=self.block_size,
             num_splits=num_splits,
+            ancestors=None if group.tree is None else group.tree.ancestors.flatten(),
         )
 
     def pack(self, counts: Tensor, rows_per_item: int) -> Packing:

@@ -103,24 +103,24 @@ class Runner:
             return self._run_eagerly(Step(self.models, shape), inputs, host)
         return Report(*self._graph(shape).run(inputs))
 
-    def warm_up(self, depth: int, max_rows: int, progress: Callable[[int, int], None]) -> None:
+    def warm_up(
+        self, drafts: StepShape, max_rows: int, progress: Callable[[int, int], None]
+    ) -> None:
         """Captures the shapes that greedy requests meet: every size of a batch and of prompts, for
         contexts of WARM_CONTEXTS. `progress` hears how many of how many are done: of none where
         steps are not graphs."""
-        shapes = [] if self._memory is None else self._common_shapes(depth, max_rows)
+        shapes = [] if self._memory is None else self._common_shapes(drafts, max_rows)
         progress(0, len(shapes))
         for done, shape in enumerate(shapes, start=1):
             self._graph(shape)
             progress(done, len(shapes))
 
-    def _common_shapes(self, depth: int, max_rows: int) -> list[StepShape]:
+    def _common_shapes(self, drafts: StepShape, max_rows: int) -> list[StepShape]:
         """The largest first: the memory of a graph serves all that need less."""
         last = padded(self.models.state.padding, BATCH_SIZES)  # the last slot is padding
         shapes = [
-            StepShape(
+            drafts._replace(
                 batch=batch,
-                depth=depth,
-                sampling="greedy",
                 num_splits=self.num_splits(batch, context),
                 num_items=num_items,
                 rows_per_item=ROWS_PER_ITEM,
@@ -256,11 +256,12 @@ def _numbers(slot: Slot) -> list[int]:
         slot.num_known - 1,
         num_prompt + request.max_tokens,
         num_prompt,
-        request.num_speculative_tokens,
+        request.max_drafts,
         0,  # it has no drafts yet
         max(request.params.top_k, 0),
         request.seed,
         0 if request.table is None else request.table.capacity,
+        request.num_speculative_tokens,
     ]
 
 

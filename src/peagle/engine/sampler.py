@@ -19,6 +19,7 @@ from torch import Tensor
 
 from peagle.kernels.device_batch import DeviceBatch
 from peagle.kernels.reference.sampling import SampledTokens, SamplingMetadata
+from peagle.kernels.reference.trees import Candidates
 from peagle.kernels.step_ops import StepOps
 from peagle.models.drafter import Packing
 from peagle.models.output import OutputRows
@@ -55,6 +56,7 @@ class SampledSlots:
     slots: Tensor
     outputs: Tensor
     sampling: Sampling
+    depths: Tensor | None = None  # [B, n] where rows are a tree's: how far behind the first each is
 
     @property
     def filters(self) -> bool:
@@ -63,7 +65,9 @@ class SampledSlots:
     def metadata(self, first: int, packing: Packing) -> SamplingMetadata:
         """Of rows first .. first + n - 1 of each slot, [B * n], packed."""
         per_slot = packing.rows_per_item
-        offsets = torch.arange(first, first + per_slot, device=self.outputs.device)
+        offsets = self.depths
+        if offsets is None:
+            offsets = torch.arange(first, first + per_slot, device=self.outputs.device)
         positions = packing.take((self.outputs[:, None] + offsets).flatten())
         slots, state = packing.take(self.slots.repeat_interleave(per_slot)), self.state
         return SamplingMetadata(
@@ -106,6 +110,15 @@ class CoupledSampler:
         self, output: OutputRows, drafts: Tensor, num_drafts: Tensor, packing: Packing
     ) -> SamplerOutput:
         return SamplerOutput(drafts, *self._sample(output, 0, packing))
+
+    def candidates(self, output: OutputRows, packing: Packing, count: int) -> Candidates:
+        """The best tokens of the rows of all drafts, packed; [B, K, count] each."""
+        slots = self.slots
+        metadata = None if slots.sampling == "greedy" else slots.metadata(0, packing)
+        found = self.ops.top_tokens(
+            output.logits(), metadata, output.ids, count, filters=slots.filters
+        )
+        return Candidates(*(slots.by_slot(x, packing) for x in found))
 
     def _sample(self, output: OutputRows, first: int, packing: Packing) -> tuple[Tensor, Tensor]:
         """-> tokens and usable [B, n]."""

@@ -126,7 +126,7 @@ class Scheduler:
     def _caps(self, slots: Column) -> Column:
         """Drafts that the step has rows for; the oldest requests first. While prompts wait, drafts
         leave half of the rows to them."""
-        caps = self.batch.per_step[slots] - 1
+        caps = self.batch.num_rows[slots] - 1
         left = self.max_num_batched_tokens - len(slots)
         if self._prompting or (self.waiting and self._free):
             left //= 2
@@ -162,9 +162,10 @@ class Scheduler:
         while self.waiting and self._free and budget > 0:
             request = self.waiting[0]
             limit = len(request.prompt_token_ids) + request.max_tokens
-            table = self.allocator.open_table(limit)
-            expected = request.num_tokens + request.num_speculative_tokens + 1
-            if not self.allocator.grow(table, min(expected, limit)):
+            most = limit + request.cache_slack
+            table = self.allocator.open_table(most)
+            expected = request.num_tokens + request.max_drafts + 1
+            if not self.allocator.grow(table, min(expected, most)):
                 self.allocator.close_table(table)
                 break
             self.waiting.popleft()
@@ -183,8 +184,10 @@ class Scheduler:
         assert request.table is not None
         batch.serials[n] = slot.serial
         batch.limits[n] = limit
+        batch.max_capacity[n] = limit + request.cache_slack
         batch.capacity[n] = request.table.capacity
         batch.per_step[n] = request.num_speculative_tokens + 1
+        batch.num_rows[n] = request.max_drafts + 1
         batch.sampling[n] = SAMPLINGS.index(sampling_of([request.params]))
         batch.needs_host[n] = request.params.logprobs is not None or needs_adjustment(request)
         batch.ends_early[n] = not request.stop_token_ids <= self._eos_token_ids
@@ -216,11 +219,11 @@ class Scheduler:
     def _grow(self, slot: Slot, num_tokens: int) -> bool:
         """Room for so many tokens and, if there is plenty, for some more. False: not even for
         these."""
-        table, limit = slot.request.table, int(self.batch.limits[slot.index])
+        table, most = slot.request.table, int(self.batch.max_capacity[slot.index])
         assert table is not None
         needed = max(num_tokens, table.capacity)
         wishes = (needed + self._tokens_ahead(), needed)
-        has_grown = any(self.allocator.grow(table, min(wish, limit)) for wish in wishes)
+        has_grown = any(self.allocator.grow(table, min(wish, most)) for wish in wishes)
         self.batch.capacity[slot.index] = table.capacity
         return has_grown
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,25 +24,40 @@ from peagle.engine.sampler import (
     RejectionSampler,
     SampledSlots,
     Sampler,
+    SamplerOutput,
     Sampling,
 )
 from peagle.kernels.device_batch import Committed, DeviceBatch, StepCounts
 from peagle.kernels.step_ops import StepOps
-from peagle.models.drafter import DraftBatch, NetworkDrafter, PromptRows, RowItems, Rows
+from peagle.models.drafter import (
+    DraftBatch,
+    NetworkDrafter,
+    ParallelDrafter,
+    PromptRows,
+    RowItems,
+    Rows,
+)
 from peagle.models.output import OutputRows
 from peagle.models.target import TargetModel
+from peagle.speculation.trees import BEAM
 
 
 class StepShape(NamedTuple):
     """What a CUDA graph is captured for."""
 
     batch: int
-    depth: int  # draft tokens per slot, verified and drafted; 0: no speculation
+    depth: int  # draft tokens per slot that stand behind each other; 0: no speculation
     sampling: Sampling
     by_rejection: bool = False  # how sampled requests verify their drafts
     num_splits: int = 1  # of the decode rows' attention
     num_items: int = 0  # of prompt rows
     rows_per_item: int = 1
+    num_nodes: int | None = None  # of trees, per slot; None: drafts are chains of `depth`
+
+    @property
+    def max_drafts(self) -> int:
+        """Draft tokens per slot in all."""
+        return self.depth if self.num_nodes is None else self.num_nodes
 
 
 class StepInputs(NamedTuple):
@@ -90,6 +105,7 @@ class StepModels:
     state: DeviceBatch
     ops: StepOps
     layout: RowLayout
+    block_size: int
 
     @property
     def aux_hidden_state_layers(self) -> tuple[int, ...]:
@@ -102,7 +118,8 @@ class Verified(NamedTuple):
     counts: StepCounts
     sampled_token_ids: Tensor  # [B, K+1]
     committed: Committed
-    aux_hidden_states: Tensor | None  # [B * (K+1) + I * Q, C]
+    aux_hidden_states: Tensor | None  # [B * (K+1), C]
+    prompt_states: Tensor | None  # [I * Q, C]
 
 
 class Step:
@@ -119,21 +136,57 @@ class Step:
 
     def verify(self, host: HostSampling | None = None) -> Verified:
         """One pass of the target over all rows; drafts that it agrees with are committed."""
-        models, fields = self.models, self.fields
-        counts = models.ops.begin_step(models.state, fields.slots, fields.caps, self.shape.depth)
-        depth = models.layout.depth(counts.num_drafts, self.shape.depth)
-        counts = counts._replace(drafts=counts.drafts[:, :depth])
-        hidden, aux_hidden_states = self._run_target(counts, depth)
-        packing = models.layout.pack(counts.num_rows, depth + 1)
+        models, fields, shape = self.models, self.fields, self.shape
+        counts = models.ops.begin_step(models.state, fields.slots, fields.caps, shape.max_drafts)
+        num_drafts = models.layout.depth(counts.num_drafts, shape.max_drafts)
+        counts = counts.narrowed(num_drafts, is_tree=shape.num_nodes is not None)
+        hidden, aux_hidden_states = self._run_target(counts)
+        packing = models.layout.pack(counts.num_rows, num_drafts + 1)
         output = OutputRows(hidden[: len(packing)], models.target)
         if host is not None:
             output = host.adjusted(output, counts, packing)
-        sampler = self._sampler(counts.num_outputs)
-        sampled = sampler.verify(output, counts.drafts, counts.num_drafts, packing)
-        committed = models.ops.commit(
-            models.state, fields.slots, counts, *sampled, models.max_draft_tokens
+        depths = None if counts.tree is None else counts.tree.depths
+        sampled = self._sampler(counts.num_outputs, depths).verify(
+            output, counts.drafts, counts.num_drafts, packing
         )
-        return Verified(counts, sampled.sampled_token_ids, committed, aux_hidden_states)
+        num_rows = sampled.sampled_token_ids.numel()  # padding included
+        states: tuple[Tensor | None, Tensor | None] = (None, None)
+        if aux_hidden_states is not None:
+            states = aux_hidden_states[:num_rows], aux_hidden_states[num_rows:]
+        if counts.tree is not None:
+            sampled, states = self._take_path(counts, sampled, states, host)
+        committed = models.ops.commit(
+            models.state, fields.slots, counts, *sampled, models.max_draft_tokens, shape.depth
+        )
+        return Verified(counts, sampled.sampled_token_ids, committed, *states)
+
+    def _take_path(
+        self,
+        counts: StepCounts,
+        sampled: SamplerOutput,
+        states: tuple[Tensor | None, Tensor | None],
+        host: HostSampling | None,
+    ) -> tuple[SamplerOutput, tuple[Tensor | None, Tensor | None]]:
+        """What the target takes of the trees, as if they had been chains; the cache as well."""
+        models, cache = self.models, self.models.model.cache
+        path = models.ops.walk_tree(
+            counts, sampled.sampled_token_ids, sampled.usable, self.shape.depth
+        )
+        models.ops.move_rows(
+            cache.keys,
+            cache.values,
+            models.state.block_tables,
+            self.fields.slots,
+            counts.num_computed,
+            path,
+            models.block_size,
+        )
+        if host is not None:
+            host.take_path(path.rows.tolist())
+        own, prompt = states
+        if own is not None:
+            own = models.ops.path_rows(own, path.rows, counts.drafts.shape[1] + 1)
+        return SamplerOutput(path.drafts, path.sampled, path.usable), (own, prompt)
 
     def draft(self, verified: Verified) -> None:
         """Drafts for the next step, and the drafter's cache of prompts."""
@@ -150,7 +203,7 @@ class Step:
         batch = DraftBatch(
             slots=fields.slots,
             tokens=verified.sampled_token_ids,
-            aux_hidden_states=verified.aux_hidden_states[: verified.sampled_token_ids.numel()],
+            aux_hidden_states=verified.aux_hidden_states,
             starts=verified.counts.num_computed,
             num_real=committed.num_real,
             num_rows=committed.num_rows,
@@ -163,13 +216,31 @@ class Step:
             sample=self._sampler(committed.num_outputs).draft,
             ops=models.ops,
         )
-        drafts = drafting.drafter.propose(batch)
-        models.ops.store_drafts(models.state, fields.slots, drafts)
+        if self.shape.num_nodes is None:
+            drafts = drafting.drafter.propose(batch)
+            models.ops.store_drafts(models.state, fields.slots, drafts)
+        else:
+            self._draft_tree(cast(ParallelDrafter, drafting.drafter), batch, committed)
 
-    def _run_target(self, counts: StepCounts, depth: int) -> tuple[Tensor, Tensor | None]:
+    def _draft_tree(
+        self, drafter: ParallelDrafter, batch: DraftBatch, committed: Committed
+    ) -> None:
+        models, slots = self.models, self.fields.slots
+        output, packing = drafter.lattice(batch)
+        if not len(packing):
+            return
+        sampler = CoupledSampler(models.ops, self._sampled_slots(committed.num_outputs))
+        candidates = sampler.candidates(output, packing, BEAM)
+        models.ops.store_tree(
+            models.state, slots, *candidates, committed.num_drafts, self.shape.num_nodes
+        )
+
+    def _run_target(self, counts: StepCounts) -> tuple[Tensor, Tensor | None]:
         """Hidden states of the real rows, decode rows first, and all rows' aux hidden states."""
         models, fields, table = self.models, self.fields, self.models.target.embed_tokens.weight
-        items = [RowItems(fields.slots, counts.num_computed, counts.num_rows, depth + 1)]
+        rows_per_slot = counts.drafts.shape[1] + 1
+        places = fields.slots, counts.num_computed, counts.num_rows
+        items = [RowItems(*places, rows_per_slot, counts.tree)]
         if self.shape.num_items:
             items.append(self._prompt_items(fields.item_counts))
         # Before the embeddings: the layers' first kernel may start while the last one still runs.
@@ -191,16 +262,18 @@ class Step:
     def _prompt_rows(self, verified: Verified) -> PromptRows | None:
         if not self.shape.num_items:
             return None
-        assert verified.aux_hidden_states is not None
-        aux_hidden_states = verified.aux_hidden_states[verified.sampled_token_ids.numel() :]
+        assert verified.prompt_states is not None
         items = self._prompt_items(self.fields.draft_counts)
-        return PromptRows(self.fields.next_ids, aux_hidden_states, items)
+        return PromptRows(self.fields.next_ids, verified.prompt_states, items)
 
     def _rows(self, model: PagedModel, items: Sequence[RowItems]) -> Rows:
         return self.models.layout.rows(model, items, self.shape.num_splits)
 
-    def _sampler(self, outputs: Tensor) -> Sampler:
-        """For rows whose first decides output position `outputs` [B]."""
-        slots = SampledSlots(self.models.state, self.fields.slots, outputs, self.shape.sampling)
+    def _sampler(self, outputs: Tensor, depths: Tensor | None = None) -> Sampler:
         kind = RejectionSampler if self.shape.by_rejection else CoupledSampler
-        return kind(self.models.ops, slots)
+        return kind(self.models.ops, self._sampled_slots(outputs, depths))
+
+    def _sampled_slots(self, outputs: Tensor, depths: Tensor | None = None) -> SampledSlots:
+        """For rows whose first decides output position `outputs` [B]."""
+        state, slots = self.models.state, self.fields.slots
+        return SampledSlots(state, slots, outputs, self.shape.sampling, depths)

@@ -15,12 +15,21 @@ import torch
 from torch import Tensor
 
 
+class TreeRows(NamedTuple):
+    """How the drafts of slots hang together; speculation/trees.py. int64, X slots of some kind."""
+
+    parents: Tensor  # [X, D]: rows
+    depths: Tensor  # [X, D+1]: of rows, from the newest token's on
+    ancestors: Tensor  # [X, D+1]: bit j of a row: it comes after row j, or is row j
+
+
 class DeviceBatch(NamedTuple):
     # [COLUMNS, L] int64 and [FRACTIONS, L] float32: one write opens a slot; the columns are below.
     numbers: Tensor
     fractions: Tensor
     block_tables: Tensor  # [L, M] int32
     drafts: Tensor  # [L, D] draft tokens that the next step verifies
+    trees: TreeRows | None  # [L, ...]; None where all drafts are chains
     draft_probs: Tensor | None  # [L, D, V] float32, what they were drawn from; only for rejection
 
     @property
@@ -66,6 +75,11 @@ class DeviceBatch(NamedTuple):
         return self.numbers[8]
 
     @property
+    def max_depths(self) -> Tensor:
+        """[L] drafts that may stand behind each other: `max_drafts`, unless these are a tree."""
+        return self.numbers[9]
+
+    @property
     def temperature(self) -> Tensor:
         """[L] 0: greedy."""
         return self.fractions[0]
@@ -84,7 +98,7 @@ class DeviceBatch(NamedTuple):
         return self.numbers.shape[1] - 1
 
 
-COLUMNS, FRACTIONS = 9, 3
+COLUMNS, FRACTIONS = 10, 3
 HEADER = 3  # columns of a step's report before the tokens: num_new, num_drafts, failed
 
 
@@ -97,6 +111,17 @@ class StepCounts(NamedTuple):
     num_outputs: Tensor  # tokens generated so far: the output position of the next one
     last_tokens: Tensor
     drafts: Tensor  # [B, K]
+    tree: TreeRows | None = None  # [B, ...]
+
+    def narrowed(self, num_drafts: int, *, is_tree: bool) -> StepCounts:
+        """With room for so many drafts alone; `is_tree` False: they are a chain."""
+        tree = self.tree if is_tree else None
+        if tree is not None:
+            size = num_drafts + 1
+            tree = TreeRows(
+                tree.parents[:, :num_drafts], tree.depths[:, :size], tree.ancestors[:, :size]
+            )
+        return self._replace(drafts=self.drafts[:, :num_drafts], tree=tree)
 
 
 class Committed(NamedTuple):
@@ -104,7 +129,7 @@ class Committed(NamedTuple):
 
     report: Tensor  # [B, HEADER + K+1] int64: what the host reads
     num_outputs: Tensor  # [B] tokens generated so far, the new ones included
-    num_drafts: Tensor  # [B] drafts that the request may have in its next step
+    num_drafts: Tensor  # [B] drafts that are made for its next step, one behind the other
     num_real: Tensor  # [B] new tokens, whose rows the drafter reads; 0 where it drafts nothing
     num_rows: Tensor  # [B] these and a row for each draft but the first
 
@@ -125,6 +150,8 @@ def make_device_batch(
     max_drafts: int,
     device: torch.device,
     probs_shape: tuple[int, int] | None,
+    *,
+    has_trees: bool = False,
 ) -> DeviceBatch:
     """All slots ended, the padding among them. `probs_shape` (D, V): keep what drafts were drawn
     from."""
@@ -139,5 +166,12 @@ def make_device_batch(
         fractions=fractions,
         block_tables=torch.zeros(size, max_blocks, dtype=torch.int32, device=device),
         drafts=torch.zeros(size, max_drafts, dtype=torch.int64, device=device),
+        trees=_chains(size, max_drafts, device) if has_trees else None,
         draft_probs=probs,
     )
+
+
+def _chains(num_slots: int, max_drafts: int, device: torch.device) -> TreeRows:
+    rows = torch.arange(max_drafts + 1, device=device)
+    own = (rows[:-1], rows, (1 << (rows + 1)) - 1)
+    return TreeRows(*(column.repeat(num_slots, 1) for column in own))

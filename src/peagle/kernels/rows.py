@@ -4,7 +4,8 @@ Shapes: I items, Q rows each, N = I * Q rows, T block tables, S slots, g key-val
 dimension. An item's rows stand at consecutive positions of one sequence. A sequence with more new
 rows than Q is several items; rows that only fill an item up are written to the padding slot.
 
-Row j of item i sees the keys at positions <= starts[i] + j that are below ends[i].
+Row j of item i sees the keys at positions <= starts[i] + j that are below ends[i]. Rows of a tree
+lie in the cache as they come, and see of their own item the rows that `ancestors` says.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class PagedRows(NamedTuple):
     rows_per_item: int  # Q
     block_size: int
     num_splits: int  # parts over which an item's keys are divided; their results are merged
+    ancestors: Tensor | None = None  # [N] int64: bit j: the row sees row j of its item
 
 
 class RowGroups(NamedTuple):

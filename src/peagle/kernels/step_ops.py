@@ -1,6 +1,6 @@
 """The operations of a step that exist twice: as torch operations and as Triton kernels.
 
-SampledTokens once per engine by `step_ops`. Signatures and meaning are the reference's, in
+Chosen once per engine by `step_ops`. Signatures and meaning are the reference's, in
 kernels/reference; tests/kernels/gpu holds that both agree.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from peagle.kernels.device_batch import Committed, RowPlan, StepCounts
 from peagle.kernels.reference.rejection import RejectionUniforms
 from peagle.kernels.reference.sampling import SampledTokens, TokenProbs
+from peagle.kernels.reference.trees import Candidates, TreePath
 from peagle.speculation.verify import VerifyOutput
 
 
@@ -36,11 +37,17 @@ class StepOps(NamedTuple):
     token_probs: Callable[..., TokenProbs]
     rejection_uniforms: Callable[..., RejectionUniforms]
     verify_rejection: Callable[..., VerifyOutput]
+    # trees.py
+    top_tokens: Callable[..., Candidates]
+    store_tree: Callable[..., None]
+    walk_tree: Callable[..., TreePath]
+    move_rows: Callable[..., None]
+    path_rows: Callable[..., Tensor]
 
 
 def step_ops(device: torch.device) -> StepOps:
     if device.type == "cuda":
-        from peagle.kernels.gpu import batch, best_token, gather, rejection, sampling
+        from peagle.kernels.gpu import batch, best_token, gather, rejection, sampling, trees
     else:
         from peagle.kernels.reference import (  # type: ignore[no-redef]
             batch,
@@ -48,6 +55,7 @@ def step_ops(device: torch.device) -> StepOps:
             gather,
             rejection,
             sampling,
+            trees,
         )
     return StepOps(
         batch.begin_step,
@@ -64,4 +72,9 @@ def step_ops(device: torch.device) -> StepOps:
         sampling.token_probs,
         rejection.rejection_uniforms,
         rejection.verify_rejection,
+        trees.top_tokens,
+        trees.store_tree,
+        trees.walk_tree,
+        trees.move_rows,
+        trees.path_rows,
     )

@@ -21,17 +21,20 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from peagle.kernels.device_batch import TreeRows
 from peagle.kernels.step_ops import StepOps
 from peagle.models.attention import Attention
 from peagle.models.output import OutputRows
 
 
 class Span(NamedTuple):
-    """Consecutive positions start .. start + length - 1 of one sequence of the batch."""
+    """Rows of one sequence of the batch, from position `start` on: at consecutive positions, or a
+    tree's (speculation/trees.py)."""
 
     sequence: int
     start: int
     length: int
+    parents: Sequence[int] | None = None  # of all rows but the first; None: each follows the last
 
 
 class CacheLayout(NamedTuple):
@@ -47,6 +50,7 @@ class RowItems(NamedTuple):
     starts: Tensor  # [I]
     counts: Tensor  # [I]
     rows_per_item: int  # Q
+    tree: TreeRows | None = None  # [I, ...] where the rows are not at consecutive positions
 
 
 class Packing:
@@ -125,6 +129,14 @@ class Drafter(Protocol):
 class NetworkDrafter(Drafter, Protocol):
     def propose(self, batch: DraftBatch) -> Tensor:
         """Draft tokens [B, K], in the target's ids; what stands beyond `num_drafts` is not read."""
+        ...
+
+
+class ParallelDrafter(NetworkDrafter, Protocol):
+    """A drafter that knows the rows of all drafts after one pass: they can become a tree."""
+
+    def lattice(self, batch: DraftBatch) -> tuple[OutputRows, Packing]:
+        """The rows of drafts 1 .. K, packed."""
         ...
 
 

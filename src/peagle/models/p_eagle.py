@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from peagle.models.drafter import CacheLayout, DraftBatch, PromptRows, RowItems, Rows
+from peagle.models.drafter import CacheLayout, DraftBatch, Packing, PromptRows, RowItems, Rows
 from peagle.models.eagle import EagleNetwork
 from peagle.models.output import OutputRows
 
@@ -27,11 +27,17 @@ class PEagleDrafter:
             self.mask_feature = network.mask_feature()  # constant once loaded
 
     def propose(self, batch: DraftBatch) -> Tensor:
+        return sample_drafts(self.network, batch, self._draft_rows(batch), 0, batch.depth)
+
+    def lattice(self, batch: DraftBatch) -> tuple[OutputRows, Packing]:
+        return draft_output(self.network, batch, self._draft_rows(batch), 0, batch.depth)
+
+    def _draft_rows(self, batch: DraftBatch) -> Tensor:
+        """The hidden states that predict drafts 1 .. K.  # [B * K, H]"""
         num_rows = batch.tokens.shape[1] + batch.depth - 1
         items = RowItems(batch.slots, batch.starts, batch.num_rows, num_rows)
         hidden = self._pass(batch, items)
-        drafting = batch.ops.pick_rows(hidden, batch.num_real, num_rows, batch.depth)
-        return sample_drafts(self.network, batch, drafting, 0, batch.depth)
+        return batch.ops.pick_rows(hidden, batch.num_real, num_rows, batch.depth)
 
     def _pass(self, batch: DraftBatch, items: RowItems) -> Tensor:
         """-> hidden states [B * rows_per_item, H]."""
@@ -99,11 +105,18 @@ def sample_drafts(
     network: EagleNetwork, batch: DraftBatch, hidden: Tensor, first: int, count: int
 ) -> Tensor:
     """Rows [B * n, H] of drafts first .. first + n - 1 -> tokens [B, n]."""
-    packing = batch.pack_depths(first, count)
+    output, packing = draft_output(network, batch, hidden, first, count)
     if not len(packing):
         return batch.slots.new_zeros(len(batch.slots), count)
-    output = OutputRows(packing.take(hidden), network, target_ids(network))
     return batch.sample(output, first, packing)
+
+
+def draft_output(
+    network: EagleNetwork, batch: DraftBatch, hidden: Tensor, first: int, count: int
+) -> tuple[OutputRows, Packing]:
+    """The same rows before anything is sampled from them."""
+    packing = batch.pack_depths(first, count)
+    return OutputRows(packing.take(hidden), network, target_ids(network)), packing
 
 
 def target_ids(network: EagleNetwork) -> Tensor | None:

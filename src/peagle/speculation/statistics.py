@@ -28,9 +28,12 @@ class SpecDecodeStats:
     verify_time: float = 0.0
     other_time: float = 0.0
 
-    def observe(self, num_draft: int, num_accepted: int, times: int = 1) -> None:
+    def observe(
+        self, num_draft: int, num_accepted: int, times: int = 1, depth: int | None = None
+    ) -> None:
         """Counts one decode step of one request, or `times` alike: of `num_draft` drafts, the
-        first `num_accepted` were kept. One without drafts (0, 0) counts in `num_steps` alone."""
+        first `num_accepted` were kept. One without drafts (0, 0) counts in `num_steps` alone.
+        Of a tree, `num_draft` are its nodes and `depth` the positions that they share."""
         assert 0 <= num_accepted <= num_draft, (num_draft, num_accepted)
         self.num_steps += times
         if num_draft == 0:
@@ -41,15 +44,16 @@ class SpecDecodeStats:
         drafted = self.num_draft_tokens_per_pos
         reached = self.num_reached_tokens_per_pos
         accepted = self.num_accepted_tokens_per_pos
+        num_positions = num_draft if depth is None else min(num_draft, depth)
         for per_pos in (drafted, reached, accepted):
-            if len(per_pos) < num_draft:
-                per_pos.extend([0] * (num_draft - len(per_pos)))
-        for position in range(num_draft):
+            if len(per_pos) < num_positions:
+                per_pos.extend([0] * (num_positions - len(per_pos)))
+        for position in range(num_positions):
             drafted[position] += times
         for position in range(num_accepted):
             reached[position] += times
             accepted[position] += times
-        if num_accepted < num_draft:
+        if num_accepted < num_positions:
             reached[num_accepted] += times  # the rejected draft was reached too
 
     def merge(self, other: SpecDecodeStats) -> None:

@@ -153,6 +153,21 @@ def test_depths_that_a_head_cannot_reach_are_left_out_with_a_note() -> None:
         grid_settings(plan(spec_model="p", spec_tokens="11"), [P_EAGLE])
 
 
+def test_trees_stand_beside_the_chains_of_heads_that_can_draft_them() -> None:
+    asked = plan(spec_model="p,e", spec_tokens="1,4", spec_nodes="7,15")
+    found, notes = grid_settings(asked, [P_EAGLE, EAGLE3])
+    trees = [
+        (s.method, s.num_speculative_tokens, s.num_draft_nodes) for s in found if s.num_draft_nodes
+    ]
+    assert trees == [("p-eagle", 1, 7), ("p-eagle", 4, 7), ("p-eagle", 4, 15)]
+    assert len(found) == 1 + 2 + 2 + 3
+    assert notes == ["trees of depth 1 have at most 8 nodes; larger ones are left out"]
+    with pytest.raises(ConfigError, match="no setting can draft such trees"):
+        grid_settings(plan(spec_model="e", spec_nodes="7"), [EAGLE3])
+    with pytest.raises(ConfigError, match="only the embedded engine drafts trees"):
+        plan(spec_model="p", spec_nodes="7", backend="vllm")
+
+
 def test_method_without_its_head_is_refused() -> None:
     with pytest.raises(ConfigError, match="eagle3 needs a head"):
         grid_settings(plan(spec_method="eagle3"), [])

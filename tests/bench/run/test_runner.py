@@ -32,13 +32,14 @@ def grid(
     folder = tmp_path_factory.mktemp("grid")
     watcher = Watcher()
     keys = {"spec_model": head, "spec_method": "ngram,p-eagle", "spec_tokens": "2,4"}
+    keys["spec_nodes"] = "9"
     results = run_grid(watcher, model=model, out=str(folder), workload=prompts, **keys)
     return results, watcher, folder
 
 
 def test_every_cell_has_its_repeats_and_figures(grid: tuple[Results, Watcher, Path]) -> None:
     results, _, folder = grid
-    assert len(results.cells) == (1 + 2 + 2) * 2
+    assert len(results.cells) == (1 + 2 + 2 + 2) * 2
     assert load_results(folder) == results
     assert not results.partial
     for cell in results.cells:
@@ -56,7 +57,8 @@ def test_every_cell_has_its_repeats_and_figures(grid: tuple[Results, Watcher, Pa
             assert cell.method != "none" or run.stats["num_drafts"] == 0
             if cell.method == "p-eagle":
                 assert len(run.stats["per_position_acceptance"]) == cell.num_speculative_tokens
-    assert {c.num_speculative_tokens for c in results.cells if c.method == "p-eagle"} == {2, 4}
+    drafts = {(c.num_speculative_tokens, c.num_draft_nodes) for c in results.cells if c.head}
+    assert drafts == {(2, None), (4, None), (2, 9), (4, 9)}
 
 
 def test_greedy_answers_of_all_methods_were_compared_and_agree(
@@ -98,7 +100,7 @@ def test_method_that_changes_answers_is_found_with_the_gap_at_that_place(
 
 def test_grid_interleaves_its_repeats(grid: tuple[Results, Watcher, Path]) -> None:
     repeats = [turn.repeat for turn in grid[1].done]
-    assert repeats == [0] * 10 + [1] * 10
+    assert repeats == [0] * 14 + [1] * 14
 
 
 def test_samples_show_one_depth_per_method(grid: tuple[Results, Watcher, Path]) -> None:

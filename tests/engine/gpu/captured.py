@@ -44,16 +44,20 @@ def engine_config(**options: Any) -> EngineConfig:
 
 
 def captured_engine(
-    target: TargetModel, drafter: Drafter, verification: Verification, **options: Any
+    target: TargetModel,
+    drafter: Drafter,
+    verification: Verification,
+    nodes: int | None = None,
+    **options: Any,
 ) -> Engine:
     """As users build it: static shapes and overlap, because the target is on a GPU."""
-    speculation = Speculation(drafter, K, verification)
+    speculation = Speculation(drafter, K, verification, nodes)
     return Engine(target, engine_config(**options), speculation=speculation)
 
 
-def exact_engine(name: str, verification: Verification) -> Engine:
+def exact_engine(name: str, verification: Verification, nodes: int | None = None) -> Engine:
     """The oracle: exact shapes, on the CPU."""
-    return tiny.make_engine(*models("cpu", HEADS[name]), K, verification, **OPTIONS)
+    return tiny.make_engine(*models("cpu", HEADS[name]), K, verification, nodes=nodes, **OPTIONS)
 
 
 def captured_shapes(engine: Engine) -> set[StepShape]:

@@ -42,6 +42,7 @@ FILTERED = [
     GREEDY,
     SamplingParams(seed=5, min_p=0.1, max_tokens=12),
 ]
+NODES = 9
 LONG_PROMPT = [1 + n % 37 for n in range(150)]  # ten steps; its attention is divided
 
 
@@ -162,6 +163,21 @@ def test_rejection_has_the_targets_distribution() -> None:
     engine = captured_engine(*models("cuda", head, vocab_size=SMALL_VOCAB), "rejection")
     check_distribution(engine, SamplingParams(max_tokens=LENGTH + 1, temperature=1.3), samples=300)
     assert any(shape.by_rejection for shape in captured_shapes(engine))
+
+
+@pytest.mark.parametrize(
+    "params", [[GREEDY], SAMPLED, FILTERED], ids=["greedy", "sampled", "filtered"]
+)
+def test_captured_trees_give_the_answers_of_those_on_a_cpu(
+    params: list[SamplingParams],
+) -> None:
+    jobs = jobs_of(params)
+    engine = captured_engine(*models("cuda", HEADS["p-eagle"]), "coupled", NODES)
+    requests = tiny.run(engine, jobs)
+    exact = tiny.run(exact_engine("p-eagle", "coupled", NODES), jobs)
+    assert tiny.answers_of(requests) == tiny.answers_of(exact)
+    assert sum(request.stats.num_accepted_tokens for request in requests) > 0
+    assert {shape.num_nodes for shape in captured_shapes(engine)} == {NODES}
 
 
 def test_after_a_warm_up_greedy_requests_capture_nothing() -> None:

@@ -283,6 +283,33 @@ def test_a_row_of_attention_is_batch_invariant(dim: int, window: int | None) -> 
     assert torch.equal(at_once, torch.cat(one_by_one))
 
 
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("dim", [16, 64])
+@pytest.mark.parametrize("start", [0, 30, 61])
+def test_a_row_of_a_tree_has_the_bits_that_its_path_has_as_a_chain(
+    start: int, dim: int, window: int | None
+) -> None:
+    parents = [0, 0, 1, 2, 3, 3, 5, 0, 8, 4]
+    size = len(parents) + 1
+    q, k, v = (normal(start + size, heads, dim, seed=n) for n, heads in enumerate((6, 2, 2)))
+    tables = tables_of(list(range(NUM_BLOCKS)), 1)
+
+    def attended(spans: list[Span], rows: list[int]) -> Tensor:
+        """The rows of the last span, behind a prompt."""
+        cache = poisoned_cache(2, dim)
+        if start:
+            cache.attention(tables, [Span(0, 0, start)])(0, q[:start], k[:start], v[:start], window)
+        return cache.attention(tables, spans)(0, q[rows], k[rows], v[rows], window)
+
+    tree = attended([Span(0, start, size, parents)], [start + n for n in range(size)])
+    for row in range(size):
+        path = [row]
+        while path[0]:
+            path.insert(0, parents[path[0] - 1])
+        chain = attended([Span(0, start, len(path))], [start + n for n in path])
+        assert torch.equal(tree[row], chain[-1]), row
+
+
 def test_kernels_are_for_float32_without_gradients() -> None:
     assert kernels_for(torch.zeros(1)) is not None
     assert kernels_for(torch.zeros(1, dtype=torch.float64)) is None

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from peagle.kernels.device_batch import HEADER, DeviceBatch, RowPlan, StepCounts, make_device_batch
+from peagle.kernels.device_batch import (
+    HEADER,
+    DeviceBatch,
+    RowPlan,
+    StepCounts,
+    TreeRows,
+    make_device_batch,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLES = 10 if DEVICE.type == "cuda" else 25
@@ -29,13 +38,15 @@ class Case:
     drafts: Tensor  # [B, K]
     sampled_token_ids: Tensor  # [B, K+1]
     usable: Tensor  # [B, K+1]
+    max_depth: int
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     num_slots, depth = draw(st.integers(1, 6)), draw(st.integers(0, 7))
-    state = _random_state(num_slots, depth + draw(st.integers(0, 2)), generator)
+    max_drafts, has_trees = depth + draw(st.integers(0, 2)), draw(st.booleans())
+    state = _random_state(num_slots, max_drafts, has_trees, generator)
     order = torch.randperm(num_slots, generator=generator)[: draw(st.integers(1, num_slots))]
     slots = torch.cat((order, torch.full((draw(st.integers(0, 3)),), num_slots)))
     caps = torch.randint(depth + 2, (len(slots),), generator=generator)
@@ -47,12 +58,16 @@ def cases(draw: st.DrawFn) -> Case:
     broken = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.0, 0.3]))
     reach = draw(st.sampled_from([0, 8, 14, 1000]))
     slots, caps, *tokens = (t.to(DEVICE) for t in (slots, caps, drafts, sampled_token_ids, ~broken))
-    return Case(_on_device(state), slots, caps, depth, reach, *tokens)
+    max_depth = draw(st.integers(0, 8)) if has_trees else 100
+    return Case(_on_device(state), slots, caps, depth, reach, *tokens, max_depth)
 
 
-def _random_state(num_slots: int, max_drafts: int, generator: torch.Generator) -> DeviceBatch:
+def _random_state(
+    num_slots: int, max_drafts: int, has_trees: bool, generator: torch.Generator
+) -> DeviceBatch:
     """Slots at any point of a request, some ended; the padding as it is made."""
-    state = make_device_batch(num_slots, 9, max_drafts, torch.device("cpu"), None)
+    cpu = torch.device("cpu")
+    state = make_device_batch(num_slots, 9, max_drafts, cpu, None, has_trees=has_trees)
 
     def whole(low: int, high: int) -> Tensor:
         return torch.randint(low, high, (num_slots,), generator=generator)
@@ -65,6 +80,9 @@ def _random_state(num_slots: int, max_drafts: int, generator: torch.Generator) -
     state.limits[real] *= whole(0, 5).clamp(max=1)  # one in five has ended
     state.capacity[real] = state.num_computed[real] + whole(1, 14)
     state.max_drafts[real] = whole(0, max_drafts + 2)
+    state.max_depths[real] = whole(0, 9) if has_trees else state.max_drafts[real]
+    for column in state.trees or ():
+        column.copy_(torch.randint(99, column.shape, generator=generator))
     state.num_drafts[real] = whole(0, max_drafts + 1)
     state.last_tokens[real] = whole(0, VOCAB)
     state.drafts[real] = torch.randint(VOCAB, state.drafts[real].shape, generator=generator)
@@ -72,11 +90,17 @@ def _random_state(num_slots: int, max_drafts: int, generator: torch.Generator) -
 
 
 def _on_device(state: DeviceBatch) -> DeviceBatch:
-    return DeviceBatch(*(t if t is None else t.to(DEVICE) for t in state))
+    return _mapped(state, lambda t: t.to(DEVICE))
 
 
 def copied(state: DeviceBatch) -> DeviceBatch:
-    return DeviceBatch(*(t if t is None else t.clone() for t in state))
+    return _mapped(state, torch.clone)
+
+
+def _mapped(state: DeviceBatch, change: Callable[[Tensor], Tensor]) -> DeviceBatch:
+    trees = None if state.trees is None else TreeRows(*map(change, state.trees))
+    rest = state._replace(trees=None)
+    return DeviceBatch(*(t if t is None else change(t) for t in rest))._replace(trees=trees)
 
 
 def slow_begin_step(case: Case) -> StepCounts:
@@ -95,7 +119,14 @@ def slow_begin_step(case: Case) -> StepCounts:
         rows.append((computed, count, verified, outputs, int(state.last_tokens[slot])))
         drafts.append(state.drafts[slot, : case.depth])
     columns = torch.tensor(rows, device=case.slots.device).t().contiguous()
-    return StepCounts(*columns, torch.stack(drafts))
+    tree = None
+    if state.trees is not None:
+        parents, *others = state.trees
+        tree = TreeRows(
+            parents[case.slots][:, : case.depth],
+            *(column[case.slots][:, : case.depth + 1] for column in others),
+        )
+    return StepCounts(*columns, torch.stack(drafts), tree)
 
 
 def slow_plan_rows(
@@ -152,10 +183,10 @@ def slow_draft_limit(
     return count
 
 
-def slow_commit(case: Case, counts: StepCounts) -> tuple[DeviceBatch, Tensor]:
-    """The state after the step, and its report."""
+def slow_commit(case: Case, counts: StepCounts) -> tuple[DeviceBatch, Tensor, list[int]]:
+    """The state after the step, its report, and how deep each slot drafts."""
     state = copied(case.state)
-    report = []
+    report, depths = [], list[int]()
     for row, slot in enumerate(case.slots.tolist()):
         sampled, drafts = case.sampled_token_ids[row].tolist(), case.drafts[row].tolist()
         num_drafts = int(counts.num_drafts[row])
@@ -176,22 +207,30 @@ def slow_commit(case: Case, counts: StepCounts) -> tuple[DeviceBatch, Tensor]:
             state.last_tokens[slot] = new_ids[-1]
         num_computed = int(counts.num_computed[row]) + len(new_ids)
         state.num_computed[slot] = num_computed
-        state.num_drafts[slot] = slow_draft_limit(
-            int(state.max_drafts[slot]),
+        num_depths = slow_draft_limit(
+            min(int(state.max_drafts[slot]), int(state.max_depths[slot])),
             num_computed + 1,
             int(state.limits[slot]),
             int(state.capacity[slot]),
             case.max_draft_tokens,
         )
+        state.num_drafts[slot] = num_depths
+        if state.trees is not None:  # as many nodes as it asks for, if any depth is left
+            state.num_drafts[slot] = int(state.max_drafts[slot]) if num_depths else 0
+        depths.append(min(num_depths, case.max_depth))
         report.append([len(new_ids), num_drafts, int(broken and num_drafts == 0), *sampled])
     assert len(report[0]) == HEADER + case.depth + 1
-    return state, torch.tensor(report, device=case.slots.device)
+    return state, torch.tensor(report, device=case.slots.device), depths
 
 
-def check_equal(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> None:
+def check_equal(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:
+    """Tuples of tensors, and of such tuples; to the bit."""
     for mine, other in zip(ours, theirs, strict=True):
-        assert mine.dtype == other.dtype
-        assert torch.equal(mine, other)
+        if isinstance(mine, tuple):
+            check_equal(mine, other)
+        elif mine is not None or other is not None:
+            assert mine.dtype == other.dtype
+            assert torch.equal(mine, other)
 
 
 def check_states(ours: DeviceBatch, theirs: DeviceBatch) -> None:

@@ -129,13 +129,10 @@ def attention_by_definition(case: Case, window: int | None) -> Tensor:
     """One row, head and key at a time."""
     rows, out = case.rows, torch.zeros_like(case.q)
     group = case.q.shape[1] // case.keys.shape[1]
-    for item, (table, start, end) in enumerate(
-        zip(rows.tables.tolist(), rows.starts.tolist(), rows.ends.tolist(), strict=True)
-    ):
+    for item, table in enumerate(rows.tables.tolist()):
         blocks = rows.block_tables[table].tolist()
         for j in range(rows.rows_per_item):
-            first = 0 if window is None else max(0, start + j - window + 1)
-            seen = range(first, min(start + j + 1, end))
+            seen = _seen(rows, item, j, window)
             slots = [
                 blocks[p // rows.block_size] * rows.block_size + p % rows.block_size for p in seen
             ]
@@ -146,6 +143,18 @@ def attention_by_definition(case: Case, window: int | None) -> Tensor:
                     [case.values[slot, head // group] for slot in slots],
                 )
     return out
+
+
+def _seen(rows: PagedRows, item: int, j: int, window: int | None) -> list[int]:
+    """Places in the sequence of the keys that row j sees."""
+    start, end = int(rows.starts[item]), int(rows.ends[item])
+    if rows.ancestors is None:
+        first = 0 if window is None else max(0, start + j - window + 1)
+        return list(range(first, min(start + j + 1, end)))
+    row = item * rows.rows_per_item + j
+    first = 0 if window is None else max(0, int(rows.positions[row]) - window + 1)
+    own = [start + n for n in range(64) if int(rows.ancestors[row]) >> n & 1]
+    return [p for p in [*range(first, start), *own] if p < end]
 
 
 def _attend_one(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from peagle.engine.kv_cache import PagedKVCache
 from peagle.kernels.gpu.attention import FEW_PROGRAMS, choose_splits, paged_attention, tile
 from peagle.kernels.reference import attention as reference
 from peagle.models.drafter import CacheLayout, Span
+from peagle.speculation import trees
 from tests.kernels.gpu.paged_cases import (
     DEVICE,
     EXAMPLES,
     TOLERANCE,
+    Case,
     Item,
     Shape,
     attention_by_definition,
@@ -51,6 +54,42 @@ def test_kernel_agrees_with_its_reference(
 @given(shape=shapes(capacity=24), window=st.none() | st.integers(1, 20))
 def test_the_reference_is_the_definition(shape: Shape, window: int | None) -> None:
     case = make_case(shape, torch.float64, capacity=24)
+    ours = reference.paged_attention(case.q, case.keys, case.values, case.rows, window)
+    expected = attention_by_definition(case, window)
+    torch.testing.assert_close(ours, expected, **TOLERANCE[torch.float64])
+
+
+def with_trees(case: Case, seed: int) -> Case:
+    """The same items, each of them a tree."""
+    generator, rows = torch.Generator().manual_seed(seed), case.rows
+    batch, size = len(rows.starts), rows.rows_per_item - 1
+    columns = [torch.randint(0, n + 1, (batch,), generator=generator) for n in range(size)]
+    parents = torch.stack(columns, 1) if size else torch.zeros(batch, 0, dtype=torch.int64)
+    positions = (rows.starts.cpu()[:, None] + trees.depths(parents)).flatten()
+    ancestors = trees.ancestors(parents).flatten().to(DEVICE)
+    changes = {"ancestors": ancestors, "positions": positions.to(DEVICE)}
+    return replace(case, rows=rows._replace(**changes))
+
+
+@settings(max_examples=EXAMPLES)
+@given(shape=shapes(), window=st.none() | st.integers(6, 100), seed=st.integers(0, 99))
+@example(Shape((Item(100, 140),), 40, 3, 1, 16, 4, 1), None, 0)
+@example(Shape((Item(20, 84),), 64, 1, 1, 16, 4, 2), 9, 0)
+def test_rows_of_trees_see_what_the_reference_lets_them_see(
+    shape: Shape, window: int | None, seed: int
+) -> None:
+    case = with_trees(make_case(shape, torch.float32, seed), seed)
+    ours = paged_attention(case.q, case.keys, case.values, case.rows, window)
+    expected = reference.paged_attention(case.q, case.keys, case.values, case.rows, window)
+    torch.testing.assert_close(ours, expected, **TOLERANCE[torch.float32])
+
+
+@settings(max_examples=20)
+@given(shape=shapes(capacity=24), window=st.none() | st.integers(6, 20), seed=st.integers(0, 99))
+def test_the_reference_of_trees_is_the_definition(
+    shape: Shape, window: int | None, seed: int
+) -> None:
+    case = with_trees(make_case(shape, torch.float64, capacity=24), seed)
     ours = reference.paged_attention(case.q, case.keys, case.values, case.rows, window)
     expected = attention_by_definition(case, window)
     torch.testing.assert_close(ours, expected, **TOLERANCE[torch.float64])

@@ -34,8 +34,10 @@ def test_plan_rows_equals_its_reference(case: Case, rows: int, last: int) -> Non
         batch_cases.BLOCK_SIZE, batch_cases.PADDING_SLOT, last,
     )  # fmt: skip
     written = starts.new_empty(4, len(starts) * rows)
-    ours = gpu.plan_rows(*arguments, *written[:2])
-    check_equal(ours, reference.plan_rows(*arguments, *written[2:]))
+    tree_depths = torch.arange(len(starts) * rows, device=DEVICE).view(-1, rows) % 5
+    depths = tree_depths if case.state.trees is not None else None
+    ours = gpu.plan_rows(*arguments, *written[:2], depths)
+    check_equal(ours, reference.plan_rows(*arguments, *written[2:], depths))
     assert torch.equal(ours.positions, written[0])
     assert torch.equal(ours.slots, written[1])
 
@@ -47,7 +49,8 @@ def test_commit_equals_its_reference(case: Case) -> None:
     counts = reference.begin_step(case.state, case.slots, case.caps, case.depth)
     ours, theirs = batch_cases.copied(case.state), batch_cases.copied(case.state)
     arguments = (
-        case.slots, counts, case.drafts, case.sampled_token_ids, case.usable, case.max_draft_tokens
+        case.slots, counts, case.drafts, case.sampled_token_ids, case.usable,
+        case.max_draft_tokens, case.max_depth,
     )  # fmt: skip
     check_equal(gpu.commit(ours, *arguments), reference.commit(theirs, *arguments))
     batch_cases.check_states(ours, theirs)
@@ -63,6 +66,7 @@ def test_commit_allows_as_many_drafts_as_the_limit_rule(max_draft_tokens: int) -
 
     state = make_device_batch(size, 1, 8, DEVICE, None)
     state.max_drafts[:size], state.capacity[:size] = whole(0, 9), whole(0, 25)
+    state.max_depths.copy_(state.max_drafts)
     state.num_computed[:size], state.limits[:size] = whole(0, 20), whole(21, 40)
     slots = torch.arange(size, device=DEVICE)
     nothing = torch.zeros(size, 0, dtype=torch.int64, device=DEVICE)
@@ -77,6 +81,7 @@ def test_commit_allows_as_many_drafts_as_the_limit_rule(max_draft_tokens: int) -
         sampled,
         torch.ones_like(sampled).bool(),
         max_draft_tokens,
+        100,
     )
     expected = draft_limit(
         state.max_drafts[slots],

@@ -21,7 +21,9 @@ ROW_PLACES = {"positions_ptr", "slots_ptr", "cos_ptr", "sin_ptr"}
 EARLY_READS = {
     "qkv._rotate_and_write": ROW_PLACES,
     "qkv._qkv_to_cache": ROW_PLACES,
-    "attention._attend": {"starts_ptr", "ends_ptr", "tables_ptr", "block_tables_ptr"},
+    "attention._attend": {
+        *("starts_ptr", "ends_ptr", "tables_ptr", "block_tables_ptr", "ancestors_ptr")
+    },
     "fp8._quantize_normed_row": {"norm_weight"},
 }
 EARLY_FETCHES = {"weight_ptr", "keys_ptr", "values_ptr"}  # to the cache alone

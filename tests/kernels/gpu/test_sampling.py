@@ -214,7 +214,7 @@ def test_of_an_even_row_a_nucleus_keeps_the_lowest_ids() -> None:
     logits = torch.zeros(1, 200, device=DEVICE)
     metadata = make_metadata([(1.0, 0, 0.75, 0.0)])
     chunks = find_peaks(logits, CHUNK)
-    assert fast._find_thresholds(logits, metadata, chunks, 64).last_columns.tolist() == [149]
+    assert fast.find_thresholds(logits, metadata, chunks, 64).last_columns.tolist() == [149]
 
 
 @pytest.mark.slow

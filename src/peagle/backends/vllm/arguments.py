@@ -120,6 +120,8 @@ def _given(drafter: SpeculativeConfig | None) -> dict[str, Any]:
     """The keys vLLM knows too. It always verifies by rejection, so `verification` stays here."""
     if drafter is None:
         return {}
+    if drafter.num_draft_nodes is not None:
+        raise ConfigError("vLLM verifies chains of drafts", hint="drop num_draft_nodes")
     given = {
         "method": drafter.method,
         "model": drafter.model,

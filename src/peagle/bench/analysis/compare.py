@@ -160,7 +160,7 @@ def _flat(results: Results) -> dict[Key, Cell]:
 
 def _portable(setting: Setting, names: Mapping[str, str]) -> Setting:
     name = names[setting.head] if setting.head else None
-    return Setting(setting.method, setting.num_speculative_tokens, name)
+    return replace(setting, head=name)
 
 
 def _name(key: Key) -> str:

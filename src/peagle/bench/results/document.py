@@ -103,6 +103,10 @@ class Summary:
     partial: bool
 
 
+def method_name(method: str, num_draft_nodes: int | None) -> str:
+    return method if num_draft_nodes is None else f"{method} N={num_draft_nodes}"
+
+
 @dataclass(frozen=True)
 class Cell:
     """One point of the grid. Exactly one of `concurrency` and `request_rate` is set."""
@@ -114,11 +118,13 @@ class Cell:
     request_rate: float | None = None  # requests per second
     head: str | None = None  # the head's reference, as in Manifest.heads
     repeats: list[CellRun] = field(default_factory=list)
+    num_draft_nodes: int | None = None  # of trees; None: drafts are chains
 
     @property
     def label(self) -> str:
-        """`p-eagle`; the same name for every K."""
-        return self.method if self.head is None else f"{self.method} ({Path(self.head).name})"
+        """`p-eagle`, of trees `p-eagle N=31`; the same name for every K."""
+        name = method_name(self.method, self.num_draft_nodes)
+        return name if self.head is None else f"{name} ({Path(self.head).name})"
 
     @property
     def load(self) -> str:
@@ -252,6 +258,11 @@ class Results:
     samples: list[Sample] = field(default_factory=list)
     partial: bool = False  # the grid is not finished
     version: int = FORMAT_VERSION
+
+    @property
+    def chains(self) -> list[Cell]:
+        """The cells whose drafts are no trees: K alone says what a step of theirs costs."""
+        return [cell for cell in self.cells if cell.num_draft_nodes is None]
 
     def to_json(self) -> dict[str, Any]:
         """The document, each cell with its summary."""

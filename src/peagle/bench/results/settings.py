@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from peagle.bench.results.document import Cell, CellRun
+from peagle.bench.results.document import Cell, CellRun, method_name
 
 NONE = "none"
 METHOD_ORDER = (NONE, "ngram", "eagle3", "p-eagle")
@@ -20,17 +20,24 @@ class Setting:
     method: str
     num_speculative_tokens: int = 0  # 0 for none
     head: str | None = None
+    num_draft_nodes: int | None = None  # of trees; None: drafts are chains
+
+    @property
+    def name(self) -> str:
+        """`p-eagle`, of trees `p-eagle N=31`."""
+        return method_name(self.method, self.num_draft_nodes)
 
     @property
     def series(self) -> tuple[str, str | None]:
         """What all its K have in common."""
-        return self.method, self.head
+        return self.name, self.head
 
     @property
-    def sort_key(self) -> tuple[int, str, str, int]:
+    def sort_key(self) -> tuple[int, str, str, int, int]:
         known = self.method in METHOD_ORDER
         place = METHOD_ORDER.index(self.method) if known else len(METHOD_ORDER)
-        return place, self.method, self.head or "", self.num_speculative_tokens
+        nodes = self.num_draft_nodes or 0
+        return place, self.method, self.head or "", nodes, self.num_speculative_tokens
 
 
 @dataclass(frozen=True)
@@ -76,14 +83,14 @@ def distinct_names(paths: Sequence[str]) -> list[str]:
 
 def short_name(setting: Setting, names: Names) -> str:
     """`p-eagle K=5`; `none`."""
-    name = names.get(setting.series, setting.method)
+    name = names.get(setting.series, setting.name)
     return name if setting.method == NONE else f"{name} K={setting.num_speculative_tokens}"
 
 
 def full_name(setting: Setting) -> str:
     """The short name with the head, for a reader who does not see the other settings."""
     head = f" ({Path(setting.head).name})" if setting.head else ""
-    return short_name(setting, {setting.series: f"{setting.method}{head}"})
+    return short_name(setting, {setting.series: f"{setting.name}{head}"})
 
 
 def load_key(load: str) -> tuple[bool, float]:
@@ -92,7 +99,7 @@ def load_key(load: str) -> tuple[bool, float]:
 
 
 def setting_of(cell: Cell) -> Setting:
-    return Setting(cell.method, cell.num_speculative_tokens, cell.head)
+    return Setting(cell.method, cell.num_speculative_tokens, cell.head, cell.num_draft_nodes)
 
 
 def place_of(cell: Cell) -> Place:

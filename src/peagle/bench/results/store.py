@@ -29,6 +29,7 @@ from peagle.bench.results.document import (
     Results,
     Sample,
     decode,
+    method_name,
 )
 from peagle.bench.results.settings import NONE, load_key
 from peagle.errors import ConfigError, DataError
@@ -144,9 +145,17 @@ class Store:
 
 def run_name(cell: Cell, repeat: int) -> str:
     """Says what it is, and is unique by its digest."""
-    content = json.dumps(asdict(replace(cell, repeats=[])), sort_keys=True)
+    fields = asdict(replace(cell, repeats=[]))
+    if cell.num_draft_nodes is None:
+        del fields["num_draft_nodes"]
+    content = json.dumps(fields, sort_keys=True)
     digest = hashlib.sha256(content.encode()).hexdigest()[:8]
-    words = (cell.method, cell.num_speculative_tokens, cell.load, Path(cell.workload).name)
+    words = (
+        method_name(cell.method, cell.num_draft_nodes),
+        cell.num_speculative_tokens,
+        cell.load,
+        Path(cell.workload).name,
+    )
     name = re.sub(r"[^\w.-]+", "-", "-".join(map(str, words)))
     return f"{name}-{digest}-{repeat}.json"
 

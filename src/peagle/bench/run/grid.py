@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from peagle.bench.results.document import Cell, MeasuredHead
 from peagle.bench.results.settings import NONE, Setting
 from peagle.bench.run.driver import Load
-from peagle.bench.run.plan import NGRAM, BenchPlan
+from peagle.bench.run.plan import NGRAM, P_EAGLE, BenchPlan
 from peagle.checkpoints.heads.config import read_head_config
 from peagle.checkpoints.heads.layouts import CONFIG
 from peagle.checkpoints.heads.references import resolve_head
 from peagle.checkpoints.references import load_config, resolve_model
 from peagle.config import (
     DEFAULT_SPECULATIVE_TOKENS,
+    MAX_DRAFT_NODES,
     MAX_SPECULATIVE_TOKENS,
 )
 from peagle.errors import ConfigError
+from peagle.speculation.trees import BEAM, num_candidates
 
 
 class HeadLimits(NamedTuple):
@@ -43,6 +46,7 @@ class GridCell(NamedTuple):
             workload=self.workload,
             concurrency=self.load.concurrency,
             request_rate=self.load.request_rate,
+            num_draft_nodes=self.setting.num_draft_nodes,
         )
 
 
@@ -68,7 +72,15 @@ def grid_settings(plan: BenchPlan, heads: Sequence[HeadLimits]) -> tuple[list[Se
                 f"{head.reference} is a head for {head.method}, not {' or '.join(sorted(wanted))}",
                 hint=f"drop it, or add {head.method} to --spec-method",
             )
-        found += _settings_of(head, plan.spec_tokens or [head.advised], notes)
+        chains = _settings_of(head, plan.spec_tokens or [head.advised], notes)
+        found += chains
+        if head.method == P_EAGLE:
+            found += _trees_of(chains, plan.spec_nodes, notes)
+    if plan.spec_nodes and not any(setting.num_draft_nodes for setting in found):
+        raise ConfigError(
+            "--spec-nodes was given, but no setting can draft such trees",
+            hint="give a P-EAGLE head, and fewer nodes or more --spec-tokens",
+        )
     missing = wanted - {head.method for head in heads}
     if missing:
         raise ConfigError(
@@ -86,6 +98,18 @@ def _settings_of(head: HeadLimits, depths: Sequence[int], notes: list[str]) -> l
     if len(within) < len(depths):
         notes.append(f"{most}; deeper K is left out")
     return [Setting(head.method, k, head.reference) for k in within]
+
+
+def _trees_of(chains: Sequence[Setting], nodes: Sequence[int], notes: list[str]) -> list[Setting]:
+    """Trees as deep as each chain; `notes` gets a line on those that cannot be so large."""
+    found = []
+    for chain in chains:
+        most = min(num_candidates(chain.num_speculative_tokens, BEAM), MAX_DRAFT_NODES)
+        found += [replace(chain, num_draft_nodes=n) for n in nodes if n <= most]
+        if max(nodes, default=0) > most:
+            k = chain.num_speculative_tokens
+            notes.append(f"trees of depth {k} have at most {most} nodes; larger ones are left out")
+    return found
 
 
 def make_cells(

@@ -17,7 +17,7 @@ from peagle.config import EngineConfig, Method, from_mapping
 from peagle.errors import ConfigError
 
 EMBEDDED, VLLM = "embedded", "vllm"
-NGRAM = "ngram"
+NGRAM, P_EAGLE = "ngram", "p-eagle"
 NEEDED = {"model": "MODEL", "out": "--out DIR"}  # key -> how to give it
 # Keys that go to the engine under the same names, and those that vLLM alone knows.
 ENGINE_KEYS = (
@@ -38,6 +38,7 @@ class BenchPlan:
     spec_model: list[str] = field(default_factory=list)
     spec_method: list[str] = field(default_factory=list)
     spec_tokens: list[int] = field(default_factory=list)  # empty: what each head advises
+    spec_nodes: list[int] = field(default_factory=list)  # trees of so many nodes, beside chains
     concurrency: list[int] = field(default_factory=list)  # empty: 1, unless there are rates
     request_rate: list[float] = field(default_factory=list)  # requests per second
     workload: list[str] = field(default_factory=lambda: [OFFLINE])
@@ -73,7 +74,7 @@ class BenchPlan:
     enforce_eager: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in ("concurrency", "request_rate", "spec_tokens"):
+        for name in ("concurrency", "request_rate", "spec_tokens", "spec_nodes"):
             for value in getattr(self, name):
                 _require(0 < value < math.inf, name, value, "more than 0")
         for name in ("repeats", "max_tokens", "answers_per_stream", "min_answers", "max_engines"):
@@ -90,6 +91,8 @@ class BenchPlan:
                 "--spec-tokens was given, but no drafter",
                 hint="add --spec-model HEAD or --spec-method ngram",
             )
+        if self.spec_nodes and self.backend != EMBEDDED:
+            raise ConfigError("--spec-nodes: only the embedded engine drafts trees", hint="drop it")
         self._refuse_unused()
 
     @property

@@ -141,13 +141,14 @@ def _tokenizer(model: str) -> Any:
 
 
 class Engines:
-    """One per head, which serves every K (vLLM: one per head and K, since its K is fixed)."""
+    """One per head and size of its trees, which serves every K (vLLM: one per head and K, since its
+    K is fixed)."""
 
     def __init__(self, plan: BenchPlan, settings: Sequence[Setting], build: Build) -> None:
         self.plan, self.build = plan, build
-        self.deepest: dict[str | None, int] = {}
+        self.deepest: dict[tuple[str, int | None], int] = {}
         for setting in settings:
-            key = setting.head or setting.method
+            key = _drafter_key(setting)
             depth = setting.num_speculative_tokens
             self.deepest[key] = max(depth, self.deepest.get(key, 0))
         every = 1 if plan.backend == VLLM else len(self.deepest)
@@ -189,7 +190,7 @@ class Engines:
     def _key(self, setting: Setting) -> Setting:
         if self.plan.backend == VLLM:
             return setting
-        deepest = self.deepest[setting.head or setting.method]
+        deepest = self.deepest[_drafter_key(setting)]
         return replace(setting, num_speculative_tokens=deepest)
 
     def _end(self, key: Setting) -> None:
@@ -219,6 +220,10 @@ def vllm_options(plan: BenchPlan) -> VllmOptions | None:
     return VllmOptions(**{name: getattr(plan, name) for name in names})
 
 
+def _drafter_key(setting: Setting) -> tuple[str, int | None]:
+    return setting.head or setting.method, setting.num_draft_nodes
+
+
 def _drafter(key: Setting) -> SpeculativeConfig | None:
     if not key.num_speculative_tokens:
         return None
@@ -227,5 +232,6 @@ def _drafter(key: Setting) -> SpeculativeConfig | None:
             "method": None if key.head else key.method,
             "model": key.head,
             "num_speculative_tokens": key.num_speculative_tokens,
+            "num_draft_nodes": key.num_draft_nodes,
         }
     )

@@ -72,9 +72,9 @@ def read_profiles(text: str, methods: Sequence[str]) -> dict[str, Profile]:
 
 
 def profiles_of(results: Results) -> dict[str, Profile]:
-    """One profile per method, over all workloads and loads."""
+    """One profile per method, over all workloads and loads; of chains alone."""
     runs: dict[str, dict[int, list[CellRun]]] = {}
-    for cell in results.cells:
+    for cell in results.chains:
         for run in usable_runs(cell):
             if run.stats.get("num_drafts"):
                 by_k = runs.setdefault(cell.method, {})

@@ -115,7 +115,7 @@ class Validation:
 
 
 def validate(results: Results) -> Validation:
-    timed = [cell for cell in results.cells if cell.concurrency and steps_of(cell)]
+    timed = [cell for cell in results.chains if cell.concurrency and steps_of(cell)]
     if not timed:
         raise DataError(
             "no cell has step times to predict from",

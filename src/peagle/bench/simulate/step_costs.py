@@ -101,7 +101,7 @@ def _read(
 def measured_table(results: Results) -> MeasuredCosts:
     """Step times of all cells with a concurrency; workloads are averaged."""
     groups: dict[tuple[object, ...], list[MeasuredStep]] = {}
-    for cell in results.cells:
+    for cell in results.chains:
         for step in steps_of(cell) if cell.concurrency else []:
             key = (step.part, step.method, step.k, step.concurrency)
             groups.setdefault(key, []).append(step)

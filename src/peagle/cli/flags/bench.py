@@ -45,6 +45,9 @@ class BenchFlags:
     spec_tokens: Annotated[
         str | None, _grid("Draft tokens per step; default: each head's advice.", "K,...")
     ] = None
+    spec_nodes: Annotated[
+        str | None, _grid("Trees of so many draft tokens, beside chains.", "N,...")
+    ] = None
     concurrency: Annotated[str | None, _grid("Streams at once; default: 1.", "C,...")] = None
     request_rate: Annotated[
         str | None, _grid("Requests per second, arriving at random.", "R,...")

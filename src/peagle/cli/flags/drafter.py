@@ -24,6 +24,10 @@ class DrafterFlags:
         str | None, _drafter("The head: a folder, an id or a name.", metavar="HEAD")
     ] = None
     spec_tokens: Annotated[int | None, _drafter("Draft tokens per step.", metavar="K")] = None
+    spec_nodes: Annotated[
+        int | None,
+        _drafter("Draft a tree of N tokens, K of them behind each other at most.", metavar="N"),
+    ] = None
     spec_method: Annotated[Method | None, _drafter("Default: what the head says.")] = None
     speculative_config: Annotated[
         str | None, _drafter("The same and more as JSON, as for vLLM.", metavar="JSON")
@@ -34,12 +38,13 @@ class DrafterFlags:
         given = {
             "model": self.spec_model,
             "num_speculative_tokens": self.spec_tokens,
+            "num_draft_nodes": self.spec_nodes,
             "method": self.spec_method,
         }
         if self.speculative_config is not None:
             return self._from_json(any(value is not None for value in given.values()))
-        if self.spec_tokens is not None:
-            self._refuse_tokens_without_drafter()
+        self._refuse_without_drafter("--spec-tokens", self.spec_tokens)
+        self._refuse_without_drafter("--spec-nodes", self.spec_nodes)
         if self.spec_model is None and self.spec_method in (None, "none"):
             return None
         return SpeculativeConfig.from_mapping(given)
@@ -52,9 +57,9 @@ class DrafterFlags:
         options = parse_json_object("--speculative-config", self.speculative_config or "")
         return SpeculativeConfig.from_mapping(options)
 
-    def _refuse_tokens_without_drafter(self) -> None:
-        if self.spec_model is None and self.spec_method in (None, "none"):
+    def _refuse_without_drafter(self, flag: str, value: int | None) -> None:
+        if value is not None and self.spec_model is None and self.spec_method in (None, "none"):
             raise ConfigError(
-                f"--spec-tokens {self.spec_tokens} was given, but no drafter",
-                hint="add --spec-model HEAD or --spec-method ngram, or drop --spec-tokens",
+                f"{flag} {value} was given, but no drafter",
+                hint=f"add --spec-model HEAD or --spec-method ngram, or drop {flag}",
             )

@@ -14,13 +14,22 @@ typedef struct {
     run_on_threads run;
 } threads;
 
-/* One step's rows: spans one after the other, each of one sequence. Mirrored in ops.py. */
+/* One step's rows: spans one after the other, each of one sequence. Mirrored in ops.py.
+ *
+ * Row i of a span is written behind the first one's position by i. So it stands there, unless the
+ * span is a tree: then a row of `paths` gives its depth d, which is its distance from the first
+ * row, and the d + 1 rows from the first one to itself. */
 typedef struct {
     int64_t num_spans;
-    const int64_t *spans;  /* [num_spans, 3]: first position, rows, first entry in `blocks` */
+    const int64_t *spans;  /* [num_spans, SPAN_COLUMNS] */
     const int64_t *blocks; /* the sequences' block tables */
+    const int64_t *paths;  /* [rows of trees, path_size] */
+    int64_t path_size;
     int64_t block_size, heads, kv_heads, dim;
 } step_layout;
+
+/* Columns of `spans`: first position, rows, first entry in `blocks`, first row in `paths` or -1. */
+enum { SPAN_START, SPAN_ROWS, SPAN_BLOCKS, SPAN_PATHS, SPAN_COLUMNS };
 
 /* One layer's cache [S, g, D]; a window of 0 is none. */
 typedef struct {

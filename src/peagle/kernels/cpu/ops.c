@@ -244,10 +244,27 @@ typedef struct {
     atomic_llong next;
 } attention_job;
 
+/* The keys and values of positions base .. base + count - 1 as a row of a tree sees them: from
+ * the span's first row on, its own path. So its sums are those it would have in a chain. */
+INLINE void tree_pointers(const attention_job *job, const attention_task *task,
+                          const int64_t *path, int64_t base, int64_t count, const float **keys,
+                          const float **values, int64_t dim) {
+    const step_layout *step = job->step;
+    const int64_t start = task->span[SPAN_START], *blocks = step->blocks + task->span[SPAN_BLOCKS];
+    for (int64_t j = start > base ? start - base : 0; j < count; j++) {
+        int64_t place = start + path[1 + base + j - start];
+        int64_t offset = slot_of(blocks, step->block_size, place) * step->kv_heads + task->shared;
+        keys[j] = job->cache->keys + offset * dim;
+        values[j] = job->cache->values + offset * dim;
+    }
+}
+
 INLINE void attend(const attention_job *job, const attention_task *task, int64_t dim) {
     const step_layout *step = job->step;
     const int64_t heads = step->heads, kv_heads = step->kv_heads, window = job->cache->window;
-    const int64_t start = task->span[0], *blocks = step->blocks + task->span[2];
+    const int64_t start = task->span[SPAN_START], *blocks = step->blocks + task->span[SPAN_BLOCKS];
+    const int64_t *paths = NULL;
+    if (task->span[SPAN_PATHS] >= 0) paths = step->paths + task->span[SPAN_PATHS] * step->path_size;
     const int64_t group = task->high - task->low;
     const float scale = 1.0f / sqrtf((float)dim);
     running states[MOST_STATES];
@@ -257,6 +274,14 @@ INLINE void attend(const attention_job *job, const attention_task *task, int64_t
         memset(task->out + (row * heads + task->low) * dim, 0, sizeof(float) * group * dim);
 
     int64_t lowest_row = start + task->begin, limit = start + task->end;
+    if (paths) {
+        lowest_row = start;
+        limit = start + 1;
+        for (int64_t row = task->begin; row < task->end; row++) {
+            int64_t end = start + paths[row * step->path_size] + 1;
+            limit = end > limit ? end : limit;
+        }
+    }
     int64_t seen_first = window && lowest_row >= window ? lowest_row - window + 1 : 0;
     for (int64_t base = seen_first - seen_first % TILE; base < limit; base += TILE) {
         int64_t count = limit - base < TILE ? limit - base : TILE;
@@ -267,11 +292,13 @@ INLINE void attend(const attention_job *job, const attention_task *task, int64_t
             values[j] = job->cache->values + (slot * kv_heads + task->shared) * dim;
         }
         for (int64_t row = task->begin; row < task->end; row++) {
-            int64_t position = start + row;
+            const int64_t *path = paths ? paths + row * step->path_size : NULL;
+            int64_t position = start + (path ? path[0] : row);
             int64_t lowest = window && position >= window ? position - window + 1 : 0;
             int64_t first = lowest > base ? lowest - base : 0;
             int64_t end = position - base + 1 < count ? position - base + 1 : count;
             if (first >= end) continue;
+            if (path) tree_pointers(job, task, path, base, end, keys, values, dim);
             for (int64_t head = task->low; head < task->high; head++)
                 add_tile(task->out + (row * heads + head) * dim,
                          states + (row - task->begin) * group + head - task->low,
@@ -288,7 +315,7 @@ INLINE void attend(const attention_job *job, const attention_task *task, int64_t
 }
 
 INLINE int64_t tasks_of(const int64_t *span, int64_t kv_heads) {
-    return (span[1] + ROWS_PER_TASK - 1) / ROWS_PER_TASK * kv_heads;
+    return (span[SPAN_ROWS] + ROWS_PER_TASK - 1) / ROWS_PER_TASK * kv_heads;
 }
 
 /* Takes tasks until none is left; each row's sums are one task's, whoever does it. */
@@ -299,12 +326,12 @@ static void attend_all(void *shared) {
     int64_t before = 0, s = 0, row = 0; /* tasks and rows of the spans before s */
     for (;;) {
         int64_t number = atomic_fetch_add(&job->next, 1);
-        while (s < step->num_spans && number - before >= tasks_of(step->spans + 3 * s, kv_heads)) {
-            before += tasks_of(step->spans + 3 * s, kv_heads);
-            row += step->spans[3 * s++ + 1];
+        while (s < step->num_spans && number - before >= tasks_of(step->spans + SPAN_COLUMNS * s, kv_heads)) {
+            before += tasks_of(step->spans + SPAN_COLUMNS * s, kv_heads);
+            row += step->spans[SPAN_COLUMNS * s++ + SPAN_ROWS];
         }
         if (s == step->num_spans) return;
-        const int64_t *span = step->spans + 3 * s;
+        const int64_t *span = step->spans + SPAN_COLUMNS * s;
         int64_t begin = (number - before) / kv_heads * ROWS_PER_TASK;
         int64_t kv_head = (number - before) % kv_heads, end = begin + ROWS_PER_TASK;
         attention_task task = {
@@ -312,7 +339,7 @@ static void attend_all(void *shared) {
             .out = job->out + row * step->heads * step->dim,
             .q = job->q + row * job->q_stride,
             .begin = begin,
-            .end = end < span[1] ? end : span[1],
+            .end = end < span[SPAN_ROWS] ? end : span[SPAN_ROWS],
             .shared = kv_head,
             .low = kv_head * group,
             .high = (kv_head + 1) * group,
@@ -334,10 +361,10 @@ void paged_attention(float *out, const float *q, int64_t q_stride, const float *
     const int64_t size = step->kv_heads * step->dim;
     int64_t seen = 0;
     for (int64_t s = 0, row = 0; s < step->num_spans; s++) {
-        const int64_t *span = step->spans + 3 * s, *blocks = step->blocks + span[2];
-        seen += span[1] * (span[0] + span[1]);
-        for (int64_t i = 0; i < span[1]; i++, row++) {
-            int64_t slot = slot_of(blocks, step->block_size, span[0] + i);
+        const int64_t *span = step->spans + SPAN_COLUMNS * s, *blocks = step->blocks + span[SPAN_BLOCKS];
+        seen += span[SPAN_ROWS] * (span[SPAN_START] + span[SPAN_ROWS]);
+        for (int64_t i = 0; i < span[SPAN_ROWS]; i++, row++) {
+            int64_t slot = slot_of(blocks, step->block_size, span[SPAN_START] + i);
             memcpy(cache->keys + slot * size, k + row * k_stride, sizeof(float) * size);
             memcpy(cache->values + slot * size, v + row * v_stride, sizeof(float) * size);
         }

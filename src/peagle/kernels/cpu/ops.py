@@ -38,11 +38,12 @@ def cpu_kernels() -> CpuKernels | None:
 
 
 class PagedSpan(NamedTuple):
-    """Consecutive positions of one sequence, and the blocks that hold its cache."""
+    """Rows of one sequence, and the blocks that hold its cache."""
 
     start: int
     length: int
     blocks: Sequence[int]
+    parents: Sequence[int] | None = None  # of all rows but the first, where they are a tree
 
 
 class PagedStep(ctypes.Structure):
@@ -52,6 +53,8 @@ class PagedStep(ctypes.Structure):
         ("num_spans", c_int64),
         ("spans", c_void_p),
         ("blocks", c_void_p),
+        ("paths", c_void_p),
+        ("path_size", c_int64),
         ("block_size", c_int64),
         ("heads", c_int64),
         ("kv_heads", c_int64),
@@ -64,22 +67,40 @@ class PagedStep(ctypes.Structure):
         assert heads % kv_heads == 0
         assert heads // kv_heads <= MAX_GROUP
         assert dim % LANES == 0
-        blocks, numbers = array("q"), array("q")
+        blocks, numbers, paths = array("q"), array("q"), list[list[int]]()
         for span in spans:
             assert span.start + span.length <= len(span.blocks) * block_size
-            numbers.extend((span.start, span.length, len(blocks)))
+            first_path = -1 if span.parents is None else len(paths)
+            numbers.extend((span.start, span.length, len(blocks), first_path))
             blocks.extend(span.blocks)
+            if span.parents is not None:
+                assert len(span.parents) == span.length - 1
+                paths += _paths(span.parents)
+        path_size = max(map(len, paths), default=0) + 1
+        flat = array("q")
+        for path in paths:
+            flat.extend((len(path) - 1, *path, *[0] * (path_size - 1 - len(path))))
         super().__init__(
             len(spans),
             numbers.buffer_info()[0],
             blocks.buffer_info()[0],
+            flat.buffer_info()[0],
+            path_size,
             block_size,
             heads,
             kv_heads,
             dim,
         )
         self.num_rows = sum(span.length for span in spans)
-        self._held = numbers, blocks  # the structure only points into them
+        self._held = numbers, blocks, flat  # the structure only points into them
+
+
+def _paths(parents: Sequence[int]) -> list[list[int]]:
+    """The rows from the first one to each, with itself."""
+    paths = [[0]]
+    for row, parent in enumerate(parents, start=1):
+        paths.append([*paths[parent], row])
+    return paths
 
 
 class LayerCache(ctypes.Structure):

@@ -169,6 +169,8 @@ def _run(
         rows.tables,
         rows.starts,
         rows.ends,
+        rows.ancestors,
+        rows.positions if window and rows.ancestors is not None else None,
         rows.block_tables.stride(0),
         rows.block_tables.shape[1] * rows.block_size,
         math.log2(math.e) / math.sqrt(dim),
@@ -214,7 +216,10 @@ def _power_of_two(exponent):
 # The integers have nothing to do with the sums; so that no other form is compiled for theirs.
 @triton.jit(
     do_not_specialize=["table_stride", "capacity"],
-    do_not_specialize_on_alignment=["block_tables_ptr", "tables_ptr", "starts_ptr", "ends_ptr"],
+    do_not_specialize_on_alignment=[
+        *("block_tables_ptr", "tables_ptr", "starts_ptr", "ends_ptr"),
+        *("ancestors_ptr", "positions_ptr"),
+    ],
 )
 def _attend(
     q_ptr,
@@ -226,6 +231,8 @@ def _attend(
     tables_ptr,
     starts_ptr,
     ends_ptr,
+    ancestors_ptr,  # [N] of trees, or None
+    positions_ptr,  # [N] of trees under a window, or None
     table_stride,
     capacity,  # positions of a block table
     scale,  # of scores whose exponentials are powers of two
@@ -257,13 +264,19 @@ def _attend(
     # 2. Which keys: those that some row of the tile sees, and of them this split's part. Tiles
     # begin at multiples of BLOCK_N, so that a row's sums do not depend on its place in the item.
     start = tl.load(starts_ptr + item).to(tl.int32)
-    position = start + row  # [BLOCK_M]
+    position = start + row  # [BLOCK_M]; of a tree: where it lies
+    if ancestors_ptr is not None:
+        own_row = item.to(tl.int64) * Q + row
+        ancestors = tl.load(ancestors_ptr + own_row, mask=row < Q, other=0)
     last_row = tl.minimum((first_folded + BLOCK_M - 1) // GROUP, Q - 1)
     end = tl.minimum(tl.load(ends_ptr + item).to(tl.int32), start + last_row + 1)
     end = tl.minimum(end, capacity)
     begin = 0
     if WINDOW > 0:
-        begin = tl.maximum(start + first_folded // GROUP - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        first_row = first_folded // GROUP
+        if ancestors_ptr is not None:
+            first_row = 0  # the tile's lowest position is the first row's, at worst
+        begin = tl.maximum(start + first_row - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     if SPLITS > 1:
         split = tl.program_id(2)
         if FIXED_SPLITS:
@@ -299,9 +312,18 @@ def _attend(
         is_there = may_read[:, None] & (column < D)[None, :]
         k = tl.load(keys_ptr + offset, mask=is_there, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        sees = may_read[None, :] & (key[None, :] <= position[:, None])
-        if WINDOW > 0:
-            sees = sees & (key[None, :] > position[:, None] - WINDOW)
+        if ancestors_ptr is None:
+            sees = may_read[None, :] & (key[None, :] <= position[:, None])
+            if WINDOW > 0:
+                sees = sees & (key[None, :] > position[:, None] - WINDOW)
+        else:
+            is_before = (key < start)[None, :]
+            if WINDOW > 0:
+                own = tl.load(positions_ptr + own_row, mask=row < Q, other=0).to(tl.int32)
+                is_before = is_before & (key[None, :] > own[:, None] - WINDOW)
+            bit = tl.minimum(tl.maximum(key - start, 0), 63).to(tl.int64)
+            is_ancestor = ((ancestors[:, None] >> bit[None, :]) & 1) == 1
+            sees = may_read[None, :] & tl.where((key < start)[None, :], is_before, is_ancestor)
         scores = tl.where(sees, scores, float("-inf"))
         peak = tl.maximum(tl.ceil(tl.max(scores, axis=1)), LOWEST)
         weights = tl.exp2(scores - peak[:, None])

@@ -13,14 +13,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.device_batch import HEADER, Committed, DeviceBatch, RowPlan, StepCounts
+from peagle.kernels.device_batch import (
+    HEADER,
+    Committed,
+    DeviceBatch,
+    RowPlan,
+    StepCounts,
+    TreeRows,
+)
 from peagle.kernels.gpu.overlap import overlapping, wait
 
 
 @triton.jit
 def _begin(
-    slots, caps, last_tokens, computed, limits, prompt, num_drafts, capacity, drafts, out,
-    out_drafts, depth, width, batch, DEPTH: tl.constexpr, OVERLAPS: tl.constexpr,
+    slots, caps, last_tokens, computed, limits, prompt, num_drafts, capacity, drafts,
+    parents, depths, ancestors, out, out_drafts, out_parents, out_depths, out_ancestors,
+    depth, width, batch, DEPTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
         wait()
@@ -41,6 +49,14 @@ def _begin(
     there = offset < depth
     tokens = tl.load(drafts + slot * width + offset, mask=there, other=0)
     tl.store(out_drafts + b * depth + offset, tokens, mask=there)
+    if parents is not None:
+        own = tl.load(parents + slot * width + offset, mask=there, other=0)
+        tl.store(out_parents + b * depth + offset, own, mask=there)
+        is_row = offset <= depth
+        source, place = slot * (width + 1) + offset, b * (depth + 1) + offset
+        tl.store(out_depths + place, tl.load(depths + source, mask=is_row, other=0), mask=is_row)
+        bits = tl.load(ancestors + source, mask=is_row, other=0)
+        tl.store(out_ancestors + place, bits, mask=is_row)
 
 
 def begin_step(state: DeviceBatch, slots: Tensor, caps: Tensor, depth: int) -> StepCounts:
@@ -48,19 +64,24 @@ def begin_step(state: DeviceBatch, slots: Tensor, caps: Tensor, depth: int) -> S
     assert depth <= width
     out = torch.empty(5, batch, dtype=torch.int64, device=slots.device)
     drafts = torch.empty(batch, depth, dtype=torch.int64, device=slots.device)
+    tree = None
+    if state.trees is not None:
+        rows = [torch.empty(batch, depth + 1, dtype=torch.int64, device=slots.device) for _ in "da"]
+        tree = TreeRows(torch.empty_like(drafts), *rows)
     _begin[(batch,)](
         slots, caps, state.last_tokens, state.num_computed, state.limits, state.num_prompt,
-        state.num_drafts, state.capacity, state.drafts, out, drafts, depth, width, batch,
-        DEPTH=triton.next_power_of_2(max(depth, 1)), num_warps=1,
+        state.num_drafts, state.capacity, state.drafts, *(state.trees or (None,) * 3), out, drafts,
+        *(tree or (None,) * 3), depth, width, batch,
+        DEPTH=triton.next_power_of_2(depth + 1), num_warps=1,
         **overlapping(),
     )  # fmt: skip
-    return StepCounts._make([*out.unbind(0), drafts])
+    return StepCounts._make([*out.unbind(0), drafts, tree])
 
 
 @triton.jit
 def _plan(
-    block_tables, tables, starts, counts, out_tables, out_starts, out_ends, positions, slots,
-    num_columns, rows, block_size, padding_slot, max_position, ROWS: tl.constexpr,
+    block_tables, tables, starts, counts, depths, out_tables, out_starts, out_ends, positions,
+    slots, num_columns, rows, block_size, padding_slot, max_position, ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
@@ -77,6 +98,8 @@ def _plan(
     block = tl.load(block_tables + table * num_columns + column, mask=inside, other=0).to(tl.int64)
     slot = tl.where(is_real, block * block_size + position % block_size, padding_slot)
     place = b.to(tl.int64) * rows + offset
+    if depths is not None:
+        position = start + tl.load(depths + place, mask=inside, other=0)
     tl.store(positions + place, tl.minimum(position, max_position), mask=inside)
     tl.store(slots + place, slot, mask=inside)
     tl.store(out_tables + b, table.to(tl.int32))
@@ -95,12 +118,13 @@ def plan_rows(
     max_position: int,
     positions: Tensor,
     slots: Tensor,
+    depths: Tensor | None = None,
 ) -> RowPlan:
     batch = tables.shape[0]
     small = torch.empty(3, batch, dtype=torch.int32, device=tables.device)
     _plan[(batch,)](
-        block_tables, tables, starts, counts, small[0], small[1], small[2], positions, slots,
-        block_tables.shape[1], rows_per_item, block_size, padding_slot, max_position,
+        block_tables, tables, starts, counts, depths, small[0], small[1], small[2], positions,
+        slots, block_tables.shape[1], rows_per_item, block_size, padding_slot, max_position,
         ROWS=triton.next_power_of_2(rows_per_item), num_warps=1,
         **overlapping(),
     )  # fmt: skip
@@ -110,8 +134,9 @@ def plan_rows(
 @triton.jit
 def _commit(
     slots, num_computed, num_drafts, num_rows, num_outputs, drafts, sampled, usable, last_tokens,
-    computed, limits, max_drafts, next_drafts, capacity, report, out, depth, max_draft_tokens,
-    batch, HEADER: tl.constexpr, DEPTH: tl.constexpr, OVERLAPS: tl.constexpr,
+    computed, limits, max_drafts, max_depths, next_drafts, capacity, report, out, depth,
+    max_draft_tokens, max_depth, batch, HEADER: tl.constexpr, DEPTH: tl.constexpr,
+    HAS_TREES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
         wait()
@@ -137,14 +162,19 @@ def _commit(
     allowed = tl.where(broken, 0, tl.load(max_drafts + slot))
     # speculation/draft_limit.py
     num_tokens = now_computed + 1
-    following = tl.minimum(allowed, limit - num_tokens - 1)
+    following = tl.minimum(allowed, tl.load(max_depths + slot))
+    following = tl.minimum(following, limit - num_tokens - 1)
     following = tl.minimum(following, tl.load(capacity + slot) - num_tokens + 2)
     following = tl.maximum(tl.minimum(following, max_draft_tokens - num_tokens + 1), 0)
     tl.store(last_tokens + slot, last, mask=num_new > 0)
     tl.store(computed + slot, now_computed)
     tl.store(limits + slot, limit)
     tl.store(max_drafts + slot, allowed)
-    tl.store(next_drafts + slot, following)
+    if HAS_TREES:
+        tl.store(next_drafts + slot, tl.where(following > 0, allowed, 0))
+    else:
+        tl.store(next_drafts + slot, following)
+    following = tl.minimum(following, max_depth)
     num_real = tl.where(following > 0, num_new, 0)
     tl.store(out + b, tl.load(num_outputs + b) + num_new)
     tl.store(out + batch + b, following)
@@ -165,6 +195,7 @@ def commit(
     sampled_token_ids: Tensor,
     usable: Tensor,
     max_draft_tokens: int,
+    max_depth: int,
 ) -> Committed:
     batch, depth = drafts.shape
     report = torch.empty(batch, HEADER + depth + 1, dtype=torch.int64, device=slots.device)
@@ -172,9 +203,10 @@ def commit(
     _commit[(batch,)](
         slots, counts.num_computed, counts.num_drafts, counts.num_rows, counts.num_outputs,
         drafts.contiguous(), sampled_token_ids.contiguous(), usable.contiguous().view(torch.int8),
-        state.last_tokens, state.num_computed, state.limits, state.max_drafts, state.num_drafts,
-        state.capacity, report, out, depth, max_draft_tokens, batch,
-        HEADER=HEADER, DEPTH=triton.next_power_of_2(depth + 2), num_warps=1, **overlapping(),
+        state.last_tokens, state.num_computed, state.limits, state.max_drafts, state.max_depths,
+        state.num_drafts, state.capacity, report, out, depth, max_draft_tokens, max_depth, batch,
+        HEADER=HEADER, DEPTH=triton.next_power_of_2(depth + 2),
+        HAS_TREES=state.trees is not None, num_warps=1, **overlapping(),
     )  # fmt: skip
     return Committed(report, *out.unbind(0))
 

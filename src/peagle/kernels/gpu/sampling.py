@@ -26,7 +26,7 @@ from peagle.kernels.reference.sampling import SampledTokens, SamplingMetadata, T
 # Few rows are cut finely, to occupy the whole device; no result depends on it.
 _FINE_CHUNK, _COARSE_CHUNK, _ENOUGH_PROGRAMS = 1024, 2048, 2048
 # Sums of mass do depend on these, so they are the same for any number of rows.
-_THRESHOLD_BLOCK, _PROBS_CHUNK = 4096, 1024
+THRESHOLD_BLOCK, _PROBS_CHUNK = 4096, 1024
 
 
 class Thresholds(NamedTuple):
@@ -44,7 +44,7 @@ def sample_tokens(
     filters: bool = True,
 ) -> SampledTokens:
     """As kernels/reference/sampling.py. `filters` False leaves the search for thresholds out."""
-    return sample_in_chunks(logits, metadata, ids, filters, _chunk_size(logits), _THRESHOLD_BLOCK)
+    return sample_in_chunks(logits, metadata, ids, filters, chunk_size(logits), THRESHOLD_BLOCK)
 
 
 def sample_in_chunks(
@@ -59,8 +59,8 @@ def sample_in_chunks(
     chunks = find_peaks(logits, chunk)
     values, columns = chunks.peaks, chunks.columns
     if metadata is not None:
-        metadata = _dense(metadata)
-        thresholds = _find_thresholds(logits, metadata, chunks, block) if filters else None
+        metadata = dense(metadata)
+        thresholds = find_thresholds(logits, metadata, chunks, block) if filters else None
         values, columns = _score(logits, metadata, ids, chunks, thresholds)
     return merge(chunks, values, columns, ids)
 
@@ -74,9 +74,9 @@ def sample_with_probs(
     filters: bool = True,
 ) -> SampledTokens:
     """As kernels/reference/sampling.py."""
-    metadata = _dense(metadata)
-    chunks = find_peaks(logits, _chunk_size(logits))
-    thresholds = _find_thresholds(logits, metadata, chunks, _THRESHOLD_BLOCK) if filters else None
+    metadata = dense(metadata)
+    chunks = find_peaks(logits, chunk_size(logits))
+    thresholds = find_thresholds(logits, metadata, chunks, THRESHOLD_BLOCK) if filters else None
     sampled = merge(chunks, *_score(logits, metadata, ids, chunks, thresholds), ids)
     _write_probs(logits, metadata, ids, chunks, thresholds, sampled, probs)
     return sampled
@@ -84,26 +84,26 @@ def sample_with_probs(
 
 def token_probs(logits: Tensor, metadata: SamplingMetadata, *, filters: bool = True) -> TokenProbs:
     """As kernels/reference/sampling.py."""
-    metadata = _dense(metadata)
-    chunks = find_peaks(logits, _chunk_size(logits))
-    thresholds = _find_thresholds(logits, metadata, chunks, _THRESHOLD_BLOCK) if filters else None
+    metadata = dense(metadata)
+    chunks = find_peaks(logits, chunk_size(logits))
+    thresholds = find_thresholds(logits, metadata, chunks, THRESHOLD_BLOCK) if filters else None
     greedy = merge(chunks, chunks.peaks, chunks.columns, None)
     probs = logits.new_empty(logits.shape, dtype=torch.float32)
     _write_probs(logits, metadata, None, chunks, thresholds, greedy, probs)
     return TokenProbs(probs, greedy.usable)
 
 
-def _chunk_size(logits: Tensor) -> int:
+def chunk_size(logits: Tensor) -> int:
     rows, vocab_size = logits.shape
     few = rows * triton.cdiv(vocab_size, _FINE_CHUNK) <= _ENOUGH_PROGRAMS
     return _FINE_CHUNK if few else _COARSE_CHUNK
 
 
-def _dense(metadata: SamplingMetadata) -> SamplingMetadata:
+def dense(metadata: SamplingMetadata) -> SamplingMetadata:
     return SamplingMetadata(*(column.contiguous() for column in metadata))
 
 
-def _find_thresholds(
+def find_thresholds(
     logits: Tensor, metadata: SamplingMetadata, chunks: Chunks, block: int
 ) -> Thresholds:
     rows, vocab_size = logits.shape
@@ -186,6 +186,44 @@ def _write_probs(
 
 
 @triton.jit
+def chunk_scores(
+    logits,
+    row_stride,
+    vocab_size,
+    peaks,
+    temperature,
+    seeds,
+    positions,
+    thresholds,
+    last_columns,
+    ids,
+    row,
+    chunk,
+    num_chunks,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """What the token of a row that is drawn has the largest of: the scores of one chunk, -inf where
+    a token is filtered out or is NaN; and their columns."""
+    cols = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = cols < vocab_size
+    x = tl.load(logits + row * row_stride + cols, mask=inside, other=float("-inf"))
+    scaled = tl.div_rn(x.to(tl.float32), temperature)
+    raw_peak, _ = row_peak(peaks, row, num_chunks, CHUNKS)
+    tokens = cols
+    if ids is not None:
+        tokens = tl.load(ids + cols, mask=inside, other=0).to(tl.int32)
+    key = vocab_key(tl.load(seeds + row), tl.load(positions + row))
+    score = below_peak(scaled, tl.div_rn(raw_peak, temperature)) + gumbel(key, tokens)
+    if thresholds is not None:
+        threshold = tl.load(thresholds + row)
+        first_equal = cols <= tl.load(last_columns + row)
+        kept = (scaled > threshold) | ((scaled == threshold) & first_equal)
+        score = tl.where(kept, score, float("-inf"))
+    return tl.where(inside & (score == score), score, float("-inf")), cols
+
+
+@triton.jit
 def scores_kernel(
     logits,
     row_stride,
@@ -216,22 +254,11 @@ def scores_kernel(
     top = tl.load(peaks + at)
     column = tl.load(peak_columns + at)
     if temperature > 0:
-        cols = chunk * CHUNK + tl.arange(0, CHUNK)
-        inside = cols < vocab_size
-        x = tl.load(logits + row * row_stride + cols, mask=inside, other=float("-inf"))
-        scaled = tl.div_rn(x.to(tl.float32), temperature)
-        raw_peak, _ = row_peak(peaks, row, num_chunks, CHUNKS)
-        tokens = cols
-        if ids is not None:
-            tokens = tl.load(ids + cols, mask=inside, other=0).to(tl.int32)
-        key = vocab_key(tl.load(seeds + row), tl.load(positions + row))
-        score = below_peak(scaled, tl.div_rn(raw_peak, temperature)) + gumbel(key, tokens)
-        if thresholds is not None:
-            threshold = tl.load(thresholds + row)
-            first_equal = cols <= tl.load(last_columns + row)
-            kept = (scaled > threshold) | ((scaled == threshold) & first_equal)
-            score = tl.where(kept, score, float("-inf"))
-        top, column = best(tl.where(inside & (score == score), score, float("-inf")), cols)
+        score, cols = chunk_scores(
+            logits, row_stride, vocab_size, peaks, temperature, seeds, positions, thresholds,
+            last_columns, ids, row, chunk, num_chunks, CHUNK, CHUNKS,
+        )  # fmt: skip
+        top, column = best(score, cols)
     tl.store(scores + at, top)
     tl.store(columns + at, column)
 

@@ -39,13 +39,27 @@ def _visible(rows: PagedRows, window: int | None) -> Tensor:
     """Which keys each row sees: [I, Q, T]."""
     key = _key_positions(rows)
     offset = torch.arange(rows.rows_per_item, device=key.device)
-    row = (rows.starts[:, None] + offset)[..., None]  # [I, Q, 1]
     was_written = _written(rows)[:, None]
+    if rows.ancestors is not None:
+        return was_written & _visible_in_trees(rows, rows.ancestors, window)
+    row = (rows.starts[:, None] + offset)[..., None]  # [I, Q, 1]
     is_not_later = key <= row
     if window is None:
         return was_written & is_not_later
     is_in_window = key > row - window
     return was_written & is_not_later & is_in_window
+
+
+def _visible_in_trees(rows: PagedRows, ancestors: Tensor, window: int | None) -> Tensor:
+    """The keys before the item, and of its own rows the ancestors. These are in any window."""
+    shape = len(rows.starts), rows.rows_per_item, 1
+    key, starts = _key_positions(rows), rows.starts[:, None, None]
+    place = (key - starts).clamp(0, 63)  # [I, 1, T]
+    is_ancestor = (ancestors.view(shape) >> place) & 1 > 0
+    is_before = key < starts
+    if window is not None:
+        is_before = is_before & (key > rows.positions.view(shape) - window)
+    return torch.where(key < starts, is_before, is_ancestor & (key - starts < 64))
 
 
 def _written(rows: PagedRows) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from peagle.kernels.device_batch import Committed, DeviceBatch, RowPlan, StepCounts
+from peagle.kernels.device_batch import Committed, DeviceBatch, RowPlan, StepCounts, TreeRows
 from peagle.speculation.draft_limit import draft_limit
 
 
@@ -29,6 +29,16 @@ def begin_step(state: DeviceBatch, slots: Tensor, caps: Tensor, depth: int) -> S
         num_outputs=num_tokens - state.num_prompt[slots],
         last_tokens=state.last_tokens[slots],
         drafts=state.drafts[slots, :depth],
+        tree=None if state.trees is None else _rows_of(state.trees, slots, depth),
+    )
+
+
+def _rows_of(trees: TreeRows, slots: Tensor, num_drafts: int) -> TreeRows:
+    parents, depths, ancestors = trees
+    return TreeRows(
+        parents[slots, :num_drafts],
+        depths[slots, : num_drafts + 1],
+        ancestors[slots, : num_drafts + 1],
     )
 
 
@@ -43,6 +53,7 @@ def plan_rows(
     max_position: int,
     positions: Tensor,  # [B * Q] written
     slots: Tensor,  # [B * Q] written
+    depths: Tensor | None = None,  # [B, Q] of rows of trees: their positions behind `starts`
 ) -> RowPlan:
     """Positions and slots of the rows; those beyond `counts` go to the padding slot."""
     offsets = torch.arange(rows_per_item, device=starts.device)  # [Q]
@@ -53,7 +64,8 @@ def plan_rows(
     slots.copy_(
         torch.where(is_real, blocks * block_size + places % block_size, padding_slot).flatten()
     )
-    positions.copy_(places.clamp(max=max_position).flatten())
+    behind = places if depths is None else starts[:, None] + depths
+    positions.copy_(behind.clamp(max=max_position).flatten())
     ends = torch.where(counts > 0, starts + counts, 0)
     return RowPlan(tables.int(), starts.int(), ends.int(), positions, slots)
 
@@ -66,6 +78,7 @@ def commit(
     sampled_token_ids: Tensor,  # [B, K+1] the target's token after each prefix of the drafts
     usable: Tensor,  # [B, K+1] bool: False where nothing could be sampled
     max_draft_tokens: int,  # a request with more tokens is beyond the drafter's positions
+    max_depth: int,  # drafts one behind the other that this step makes for the next
 ) -> Committed:
     """Advances the slots.
 
@@ -88,20 +101,25 @@ def commit(
     limits = torch.where(failed, 0, state.limits[slots])
     max_drafts = torch.where(broken, 0, state.max_drafts[slots])
     capacity = state.capacity[slots]
-    num_drafts = draft_limit(max_drafts, num_computed + 1, limits, capacity, max_draft_tokens)
+    num_depths = torch.minimum(max_drafts, state.max_depths[slots])
+    num_depths = draft_limit(num_depths, num_computed + 1, limits, capacity, max_draft_tokens)
+    num_drafts = num_depths
+    if state.trees is not None:  # as many nodes as it asks for; begin_step looks for their room
+        num_drafts = torch.where(num_depths > 0, max_drafts, 0)
     state.last_tokens[slots] = torch.where(num_new > 0, last, counts.last_tokens)
     state.num_computed[slots] = num_computed
     state.limits[slots] = limits
     state.max_drafts[slots] = max_drafts
     state.num_drafts[slots] = num_drafts
     header = torch.stack((num_new, counts.num_drafts, failed.long()), dim=1)
-    num_real = torch.where(num_drafts > 0, num_new, 0)
+    num_depths = num_depths.clamp(max=max_depth)
+    num_real = torch.where(num_depths > 0, num_new, 0)
     return Committed(
         report=torch.cat((header, sampled_token_ids), dim=1),
         num_outputs=counts.num_outputs + num_new,
-        num_drafts=num_drafts,
+        num_drafts=num_depths,
         num_real=num_real,
-        num_rows=num_real + (num_drafts - 1).clamp(min=0),
+        num_rows=num_real + (num_depths - 1).clamp(min=0),
     )
 
 

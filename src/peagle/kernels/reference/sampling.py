@@ -71,6 +71,24 @@ def sample_tokens(
     return SampledTokens(torch.where(usable, tokens, 0), usable)
 
 
+def sampling_scores(
+    logits: Tensor,
+    metadata: SamplingMetadata | None,
+    ids: Tensor | None,
+    *,
+    filters: bool = True,
+) -> Tensor:
+    """What `sample_tokens` takes the argmax of, float32 [R, V]: logits, or, of rows that are
+    drawn, filtered logits with Gumbel noise. Undefined for rows that are not usable."""
+    scores = logits.float()
+    if metadata is None:
+        return scores
+    rows = _sampled_rows(metadata, ~nan_rows(logits))
+    filtered, own = _filtered(logits, metadata, rows, filters)
+    noise = gumbel_noise(own.seeds, own.positions, _noise_size(logits, ids))
+    return scores.index_copy(0, rows, filtered + (noise if ids is None else noise[:, ids]))
+
+
 def sample_with_probs(
     logits: Tensor,
     metadata: SamplingMetadata,

@@ -1,0 +1,497 @@
+"""Trees of drafts, without a look at the host: candidates, the best nodes, the target's walk.
+
+The reference is kernels/reference/trees.py. A tree's numbers fit in one program's registers; what
+must be looked up by a number that was just computed goes through memory, behind a barrier.
+
+Shapes: B slots of the step, N nodes, K depths, M candidates at each depth, R rows of logits, V
+columns in C chunks, P candidates of a tree in all.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from peagle.kernels.device_batch import DeviceBatch, StepCounts
+from peagle.kernels.gpu.argmax import best, find_peaks
+from peagle.kernels.gpu.overlap import overlapping, wait
+from peagle.kernels.gpu.sampling import (
+    THRESHOLD_BLOCK,
+    chunk_scores,
+    chunk_size,
+    dense,
+    find_thresholds,
+)
+from peagle.kernels.reference.sampling import SamplingMetadata
+from peagle.kernels.reference.trees import Candidates, TreePath
+from peagle.speculation.trees import num_candidates
+
+_RANKED_AT_ONCE = 32
+_ROW_COLUMNS = 512  # of a row that is copied
+_NO_ROW = tl.constexpr(2**31 - 1)
+
+
+def top_tokens(
+    logits: Tensor,
+    metadata: SamplingMetadata | None,
+    ids: Tensor | None,
+    count: int,
+    *,
+    filters: bool = True,
+) -> Candidates:
+    """As kernels/reference/trees.py. `count` is a power of two."""
+    assert logits.stride(1) == 1
+    (rows, vocab_size), chunk = logits.shape, chunk_size(logits)
+    num_chunks = triton.cdiv(vocab_size, chunk)
+    peaks = thresholds = None
+    if metadata is not None:
+        metadata = dense(metadata)
+        chunks = find_peaks(logits, chunk)
+        peaks = chunks.peaks
+        if filters:
+            thresholds = find_thresholds(logits, metadata, chunks, THRESHOLD_BLOCK)
+    values = logits.new_empty(rows, num_chunks, count, dtype=torch.float32)
+    columns = logits.new_empty(rows, num_chunks, count, dtype=torch.int32)
+    masses = logits.new_empty(rows, num_chunks, 2, dtype=torch.float32)
+    sampled: tuple[Tensor | None, ...] = (None,) * 3
+    if metadata is not None:
+        sampled = metadata.temperature, metadata.seeds, metadata.positions
+    chunk_tops_kernel[(rows, num_chunks)](
+        logits,
+        logits.stride(0),
+        vocab_size,
+        peaks,
+        *sampled,
+        *(thresholds or (None, None)),
+        ids,
+        values,
+        columns,
+        masses,
+        COUNT=count,
+        CHUNK=chunk,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        **overlapping(),
+    )
+    token_ids = logits.new_empty(rows, count, dtype=torch.int64)
+    log_probs = logits.new_empty(rows, count, dtype=torch.float32)
+    row_tops_kernel[(rows,)](
+        values,
+        columns,
+        masses,
+        ids,
+        token_ids,
+        log_probs,
+        num_chunks,
+        COUNT=count,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        **overlapping(),
+    )
+    return Candidates(token_ids, log_probs)
+
+
+@triton.jit
+def chunk_tops_kernel(
+    logits,
+    row_stride,
+    vocab_size,
+    peaks,
+    temperatures,
+    seeds,
+    positions,
+    thresholds,
+    last_columns,
+    ids,
+    values,
+    columns,
+    masses,
+    COUNT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Grid (R, C). The best scores of each chunk and their columns, and the chunk's share of the
+    row's sum of exponentials: relative to which score, and how much.
+
+    values, columns  # [R, C, COUNT]
+    masses           # [R, C, 2]
+    peaks            # [R, C] or None: all rows are greedy, as temperatures, seeds, positions say
+    """
+    if OVERLAPS:
+        wait()
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_chunks = tl.num_programs(1)
+    cols = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row * row_stride + cols, mask=cols < vocab_size, other=float("-inf"))
+    score = x.to(tl.float32)
+    if temperatures is not None:
+        temperature = tl.load(temperatures + row)
+        if temperature > 0:
+            score, cols = chunk_scores(
+                logits, row_stride, vocab_size, peaks, temperature, seeds, positions, thresholds,
+                last_columns, ids, row, chunk, num_chunks, CHUNK, CHUNKS,
+            )  # fmt: skip
+    score = tl.where(score == score, score, float("-inf"))
+    at = row * num_chunks + chunk
+    highest = tl.max(score, 0)
+    base = tl.where(highest > float("-inf"), highest, 0.0)
+    tl.store(masses + at * 2, highest)
+    tl.store(masses + at * 2 + 1, tl.sum(tl.exp(score - base), 0))
+    for place in tl.static_range(COUNT):
+        top, column = best(score, cols)
+        tl.store(values + at * COUNT + place, top)
+        tl.store(columns + at * COUNT + place, column)
+        score = tl.where(cols == column, float("-inf"), score)
+
+
+@triton.jit
+def row_tops_kernel(
+    values, columns, masses, ids, token_ids, log_probs, num_chunks,
+    COUNT: tl.constexpr, CHUNKS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (R,). token_ids, log_probs  # [R, COUNT] the best of all chunks"""
+    if OVERLAPS:
+        wait()
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    inside = chunk < num_chunks
+    at = masses + (row * num_chunks + chunk) * 2
+    peak = tl.load(at, mask=inside, other=float("-inf"))
+    mass = tl.load(at + 1, mask=inside, other=0.0)
+    highest = tl.max(peak, 0)
+    base = tl.where(highest > float("-inf"), highest, 0.0)
+    total = base + tl.log(tl.sum(mass * tl.exp(peak - base), 0))
+    place = tl.arange(0, CHUNKS * COUNT)
+    is_there = place < num_chunks * COUNT
+    own = row * num_chunks * COUNT + place
+    value = tl.load(values + own, mask=is_there, other=float("-inf"))
+    for rank in tl.static_range(COUNT):
+        top, found = best(value, place)
+        found = tl.minimum(found, num_chunks * COUNT - 1)
+        token = tl.load(columns + row * num_chunks * COUNT + found).to(tl.int64)
+        if ids is not None:
+            token = tl.load(ids + token).to(tl.int64)
+        tl.store(token_ids + row * COUNT + rank, token)
+        tl.store(log_probs + row * COUNT + rank, top - total)
+        value = tl.where(place == found, float("-inf"), value)
+
+
+def store_tree(
+    state: DeviceBatch,
+    slots: Tensor,
+    token_ids: Tensor,
+    log_probs: Tensor,
+    num_depths: Tensor,
+    num_nodes: int,
+) -> None:
+    """As kernels/reference/trees.py."""
+    assert state.trees is not None
+    batch, depth, beam = token_ids.shape
+    pool = num_candidates(depth, beam)
+    scores = log_probs.new_empty(batch, pool)
+    parents = log_probs.new_empty(batch, pool, dtype=torch.int32)
+    rows = torch.empty_like(parents)
+    store_tree_kernel[(batch,)](
+        slots,
+        token_ids.contiguous(),
+        log_probs.contiguous(),
+        num_depths,
+        scores,
+        parents,
+        rows,
+        state.drafts,
+        *state.trees,
+        state.num_drafts,
+        depth,
+        pool,
+        num_nodes,
+        state.drafts.shape[1],
+        BEAM=beam,
+        POOL=triton.next_power_of_2(pool),
+        ROWS=triton.next_power_of_2(num_nodes + 1),
+        CHUNK=_RANKED_AT_ONCE,
+        num_warps=8,
+        **overlapping(),
+    )
+
+
+@triton.jit
+def _level(log_probs, depth, num_depths, BEAM: tl.constexpr):
+    """The log-probabilities of one depth; -inf beyond those that the slot drafts."""
+    x = tl.load(log_probs + depth * BEAM + tl.arange(0, BEAM))
+    x = tl.where((x == x) & (depth < num_depths), x, float("-inf"))
+    return tl.minimum(x, 0.0)
+
+
+@triton.jit
+def _comes_before(other, other_place, score, place):
+    """In falling order, the earlier of equal ones first."""
+    return (other > score) | ((other == score) & (other_place < place))
+
+
+@triton.jit
+def store_tree_kernel(
+    slots,
+    token_ids,
+    log_probs,
+    num_depths,
+    pool_scores,
+    pool_parents,
+    pool_rows,
+    drafts,
+    parents,
+    depths,
+    ancestors,
+    num_drafts,
+    depth,
+    pool,
+    num_nodes,
+    width,
+    BEAM: tl.constexpr,
+    POOL: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Grid (B,). Candidates of depth d stand behind those of the depths before, M of the first and
+    M * M of each other: continuation m of path w of the beam at w * M + m.
+
+    pool_scores, pool_parents, pool_rows  # [B, P] scratch
+    """
+    if OVERLAPS:
+        wait()
+    b = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + b)
+    drafted = tl.load(num_depths + b)
+    token_ids += b * depth * BEAM
+    log_probs += b * depth * BEAM
+    pool_scores += b * pool
+    pool_parents += b * pool
+    pool_rows += b * pool
+
+    # 1. The beam: every continuation goes into the pool, the best go on.
+    beam = tl.arange(0, BEAM)
+    beam_scores = _level(log_probs, 0, drafted, BEAM)
+    beam_places = beam
+    tl.store(pool_scores + beam, beam_scores)
+    tl.store(pool_parents + beam, tl.full((BEAM,), -1, tl.int32))
+    square = tl.arange(0, BEAM * BEAM)
+    for d in range(1, depth):
+        first = BEAM + (d - 1) * BEAM * BEAM
+        sums = beam_scores[:, None] + _level(log_probs, d, drafted, BEAM)[None, :]
+        sums = tl.reshape(sums, (BEAM * BEAM,))
+        from_places = tl.broadcast_to(beam_places[:, None], (BEAM, BEAM))
+        tl.store(pool_scores + first + square, sums)
+        tl.store(pool_parents + first + square, tl.reshape(from_places, (BEAM * BEAM,)))
+        before = _comes_before(sums[None, :], square[None, :], sums[:, None], square[:, None])
+        rank = tl.sum(before.to(tl.int32), 1)
+        goes_on = rank[None, :] == beam[:, None]  # [BEAM, BEAM * BEAM]
+        beam_scores = tl.sum(tl.where(goes_on, sums[None, :], 0.0), 1)
+        beam_places = first + tl.sum(tl.where(goes_on, square[None, :], 0), 1)
+    tl.debug_barrier()
+
+    # 2. The nodes are the best of the pool; a candidate's rank is its row.
+    place = tl.arange(0, POOL)
+    in_pool = place < pool
+    score = tl.load(pool_scores + place, mask=in_pool, other=float("-inf"))
+    rank = tl.zeros((POOL,), dtype=tl.int32)
+    for chunk in range(0, pool, CHUNK):
+        other = chunk + tl.arange(0, CHUNK)
+        theirs = tl.load(pool_scores + other, mask=other < pool, other=float("-inf"))
+        before = _comes_before(theirs[None, :], other[None, :], score[:, None], place[:, None])
+        rank += tl.sum((before & (other < pool)[None, :]).to(tl.int32), 1)
+    is_node = in_pool & (rank < num_nodes)
+    level = tl.where(place < BEAM, 0, 1 + (place - BEAM) // (BEAM * BEAM))
+    token = tl.load(token_ids + level * BEAM + place % BEAM, mask=is_node, other=0)
+    tl.store(drafts + slot * width + rank, token, mask=is_node)
+    tl.store(depths + slot * (width + 1) + rank + 1, (level + 1).to(tl.int64), mask=is_node)
+    tl.store(pool_rows + place, rank + 1, mask=in_pool)
+    there = tl.sum((is_node & (score > float("-inf"))).to(tl.int64), 0)
+    tl.store(num_drafts + slot, tl.minimum(tl.load(num_drafts + slot), there))
+    tl.debug_barrier()
+
+    # 3. Parents as rows, and from parent to parent all ancestors.
+    parent = tl.load(pool_parents + place, mask=is_node, other=-1)
+    row_of_parent = tl.load(pool_rows + tl.maximum(parent, 0), mask=is_node, other=0)
+    parent_row = tl.where(parent < 0, 0, row_of_parent).to(tl.int64)
+    tl.store(parents + slot * width + rank, parent_row, mask=is_node)
+    tl.debug_barrier()
+    row = tl.arange(0, ROWS)
+    is_row = row <= num_nodes
+    up = tl.load(parents + slot * width + row - 1, mask=is_row & (row > 0), other=0)
+    own = tl.full((ROWS,), 1, tl.int64) << row.to(tl.int64)
+    bits = own
+    for _ in range(depth):
+        tl.store(ancestors + slot * (width + 1) + row, bits, mask=is_row)
+        tl.debug_barrier()
+        theirs = tl.load(ancestors + slot * (width + 1) + up, mask=is_row, other=0)
+        bits = own | tl.where(row > 0, theirs, 0)
+        tl.debug_barrier()
+    tl.store(ancestors + slot * (width + 1) + row, bits, mask=is_row)
+
+
+def walk_tree(counts: StepCounts, sampled: Tensor, usable: Tensor, depth: int) -> TreePath:
+    """As kernels/reference/trees.py."""
+    assert counts.tree is not None
+    batch, num_nodes = counts.drafts.shape
+    out = torch.empty(2, batch, depth + 1, dtype=torch.int64, device=sampled.device)
+    path_usable = torch.empty(batch, depth + 1, dtype=torch.int8, device=sampled.device)
+    drafts = torch.empty(batch, depth, dtype=torch.int64, device=sampled.device)
+    num_accepted = torch.empty(batch, dtype=torch.int64, device=sampled.device)
+    tokens, rows = out.unbind(0)
+    walk_tree_kernel[(batch,)](
+        counts.drafts,
+        counts.tree.parents,
+        counts.num_drafts,
+        sampled.contiguous(),
+        usable.contiguous().view(torch.int8),
+        drafts,
+        tokens,
+        rows,
+        path_usable,
+        num_accepted,
+        depth,
+        num_nodes,
+        ROWS=triton.next_power_of_2(num_nodes + 1),
+        num_warps=1,
+        **overlapping(),
+    )
+    return TreePath(drafts, tokens, path_usable.view(torch.bool), rows, num_accepted)
+
+
+@triton.jit
+def walk_tree_kernel(
+    node_tokens, parents, num_drafts, sampled, usable, drafts, path_tokens, path_rows,
+    path_usable, num_accepted, depth, num_nodes, ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (B,). path_tokens, path_rows, path_usable  # [B, K+1]"""
+    if OVERLAPS:
+        wait()
+    b = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    is_row, is_node = row <= num_nodes, (row > 0) & (row <= num_nodes)
+    choice = tl.load(sampled + b * (num_nodes + 1) + row, mask=is_row, other=-1)
+    is_usable = tl.load(usable + b * (num_nodes + 1) + row, mask=is_row, other=0)
+    token = tl.load(node_tokens + b * num_nodes + row - 1, mask=is_node, other=-2)
+    parent = tl.load(parents + b * num_nodes + row - 1, mask=is_node, other=-1)
+    is_there = is_node & (row <= tl.load(num_drafts + b))
+    size = depth + 1
+    here = tl.full((), 0, tl.int32)
+    taken = tl.full((), 0, tl.int64)
+    for d in range(size):
+        wanted = tl.sum(tl.where(row == here, choice, 0), 0)
+        may_use = tl.sum(tl.where(row == here, is_usable, 0).to(tl.int32), 0)
+        tl.store(path_tokens + b * size + d, wanted)
+        tl.store(path_rows + b * size + d, here.to(tl.int64))
+        tl.store(path_usable + b * size + d, may_use.to(tl.int8))
+        carries = is_there & (parent == here) & (token == wanted)
+        child = tl.min(tl.where(carries, row, _NO_ROW), 0)
+        found = (child < _NO_ROW) & (d < depth)
+        tl.store(drafts + b * depth + d, tl.where(found, wanted, -1), mask=d < depth)
+        taken += found.to(tl.int64)
+        here = tl.where(found, child, here)
+    tl.store(num_accepted + b, taken)
+
+
+def move_rows(
+    keys: Tensor,
+    values: Tensor,
+    block_tables: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    path: TreePath,
+    block_size: int,
+) -> None:
+    """As kernels/reference/trees.py."""
+    layers, cache_slots, kv_heads, dim = keys.shape
+    batch, size = path.rows.shape
+    move_rows_kernel[(batch, layers, 2)](
+        keys,
+        values,
+        block_tables,
+        slots,
+        starts,
+        path.rows,
+        path.rows.stride(0),
+        path.num_accepted,
+        cache_slots * kv_heads * dim,
+        block_tables.stride(0),
+        block_size,
+        size,
+        ROW_SIZE=kv_heads * dim,
+        ROWS=triton.next_power_of_2(size),
+        COLUMNS=min(triton.next_power_of_2(kv_heads * dim), _ROW_COLUMNS),
+        **overlapping(),
+    )
+
+
+@triton.jit
+def move_rows_kernel(
+    keys, values, block_tables, slots, starts, rows, rows_stride, num_accepted, layer_size,
+    table_stride, block_size, size, ROW_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (B, layers, keys or values). All rows are read before any is written: one's place may be
+    another's source."""
+    if OVERLAPS:
+        wait()
+    b, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    cache = keys
+    if tl.program_id(2) == 1:
+        cache = values
+    place = tl.arange(0, ROWS)
+    row = tl.load(rows + b * rows_stride + place, mask=place < size, other=0)
+    moves = (place < size) & (place <= tl.load(num_accepted + b)) & (row != place)
+    table = block_tables + tl.load(slots + b) * table_stride
+    start = tl.load(starts + b)
+    source, target = start + row, start + place
+    source_block = tl.load(table + source // block_size, mask=moves, other=0).to(tl.int64)
+    target_block = tl.load(table + target // block_size, mask=moves, other=0).to(tl.int64)
+    source = layer * layer_size + (source_block * block_size + source % block_size) * ROW_SIZE
+    target = layer * layer_size + (target_block * block_size + target % block_size) * ROW_SIZE
+    for first in range(0, ROW_SIZE, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        inside = moves[:, None] & (column < ROW_SIZE)[None, :]
+        x = tl.load(cache + source[:, None] + column[None, :], mask=inside, other=0.0)
+        tl.debug_barrier()
+        tl.store(cache + target[:, None] + column[None, :], x, mask=inside)
+
+
+def path_rows(x: Tensor, rows: Tensor, rows_per_slot: int) -> Tensor:
+    """As kernels/reference/trees.py."""
+    assert x.is_contiguous()
+    (batch, count), columns = rows.shape, x.shape[1]
+    out = x.new_empty(batch * count, columns)
+    path_rows_kernel[(batch * count, triton.cdiv(columns, _ROW_COLUMNS))](
+        x,
+        rows,
+        rows.stride(0),
+        out,
+        count,
+        rows_per_slot,
+        columns,
+        COLUMNS=_ROW_COLUMNS,
+        **overlapping(),
+    )
+    return out
+
+
+@triton.jit
+def path_rows_kernel(
+    x, rows, rows_stride, out, count, rows_per_slot, columns, COLUMNS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (B * n, tiles of columns)."""
+    if OVERLAPS:
+        wait()
+    place = tl.program_id(0).to(tl.int64)
+    slot = place // count
+    row = slot * rows_per_slot + tl.load(rows + slot * rows_stride + place % count)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    tl.store(
+        out + place * columns + column,
+        tl.load(x + row * columns + column, mask=inside),
+        mask=inside,
+    )

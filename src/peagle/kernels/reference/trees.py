@@ -1,0 +1,122 @@
+"""Trees of drafts in the state of a step's slots, as torch operations; speculation/trees.py.
+
+Shapes: B slots of the step, N nodes, K depths, M candidates at each depth, R rows of logits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from peagle.kernels.device_batch import DeviceBatch, StepCounts
+from peagle.kernels.reference.sampling import SamplingMetadata, sampling_scores
+from peagle.speculation import trees
+
+
+class Candidates(NamedTuple):
+    """The best tokens of each row, in falling order."""
+
+    token_ids: Tensor  # [R, M] the target's ids
+    log_probs: Tensor  # [R, M] float32
+
+
+class TreePath(NamedTuple):
+    """What the target takes of a tree, as if it had been a chain."""
+
+    drafts: Tensor  # [B, K]; -1 behind those that it takes
+    sampled: Tensor  # [B, K+1] its choice at each of them
+    usable: Tensor  # [B, K+1]
+    rows: Tensor  # [B, K+1] where they stand
+    num_accepted: Tensor  # [B]
+
+
+def top_tokens(
+    logits: Tensor,
+    metadata: SamplingMetadata | None,
+    ids: Tensor | None,
+    count: int,
+    *,
+    filters: bool = True,
+) -> Candidates:
+    """The `count` tokens that `sample_tokens` is most likely to find at the target's rows.
+
+    Greedy: by probability. Sampled: with the noise of the position added, which the target's row
+    has, too; what the noise prefers, both prefer. The log-probabilities are those of the scores.
+    """
+    scores = sampling_scores(logits, metadata, ids, filters=filters)  # [R, V]
+    best = scores.topk(count, dim=-1)
+    log_probs = best.values - scores.logsumexp(-1, keepdim=True)
+    return Candidates(best.indices if ids is None else ids[best.indices], log_probs)
+
+
+def store_tree(
+    state: DeviceBatch,
+    slots: Tensor,  # [B]
+    token_ids: Tensor,  # [B, K, M]
+    log_probs: Tensor,  # [B, K, M]
+    num_depths: Tensor,  # [B] how many of the K depths a slot drafts
+    num_nodes: int,
+) -> None:
+    """The drafts of these slots' next step: the best nodes, at most as many as each may have."""
+    assert state.trees is not None
+    depth = torch.arange(token_ids.shape[1], device=slots.device)
+    is_drafted = (depth < num_depths[:, None])[..., None]
+    tree = trees.grow_tree(token_ids, log_probs.masked_fill(~is_drafted, -torch.inf), num_nodes)
+    size = tree.token_ids.shape[1]  # few depths have fewer candidates
+    state.drafts[slots, :size] = tree.token_ids
+    state.trees.parents[slots, :size] = tree.parents
+    state.trees.depths[slots, : size + 1] = trees.depths(tree.parents)
+    state.trees.ancestors[slots, : size + 1] = trees.ancestors(tree.parents)
+    num_there = (tree.scores > -torch.inf).sum(1)
+    state.num_drafts[slots] = torch.minimum(state.num_drafts[slots], num_there)
+
+
+def walk_tree(counts: StepCounts, sampled: Tensor, usable: Tensor, depth: int) -> TreePath:
+    """sampled, usable  # [B, N+1] of each row"""
+    assert counts.tree is not None
+    num_accepted, rows = trees.walk_tree(
+        counts.drafts, counts.tree.parents, counts.num_drafts, sampled, depth
+    )
+    drafts = torch.full_like(rows[:, 1:], -1)
+    if counts.drafts.shape[1]:
+        drafts = counts.drafts.gather(1, (rows[:, 1:] - 1).clamp(min=0))
+    is_taken = torch.arange(depth, device=rows.device) < num_accepted[:, None]
+    return TreePath(
+        torch.where(is_taken, drafts, -1),
+        sampled.gather(1, rows),
+        usable.gather(1, rows),
+        rows,
+        num_accepted,
+    )
+
+
+def move_rows(
+    keys: Tensor,  # [layers, S, g, D]
+    values: Tensor,
+    block_tables: Tensor,  # [L, M] int32
+    slots: Tensor,  # [B]
+    starts: Tensor,  # [B] position of row 0
+    path: TreePath,
+    block_size: int,
+) -> None:
+    """Brings the rows that were accepted to where a chain's would be."""
+    depth = torch.arange(path.rows.shape[1], device=slots.device)
+    moves = (depth <= path.num_accepted[:, None]) & (path.rows != depth)
+    item, place = moves.nonzero(as_tuple=True)
+
+    def cache_slots(positions: Tensor) -> Tensor:
+        blocks = block_tables[slots[item], positions // block_size].long()
+        return blocks * block_size + positions % block_size
+
+    source = cache_slots(starts[item] + path.rows[item, place])
+    destination = cache_slots(starts[item] + place)
+    for cache in (keys, values):
+        cache[:, destination] = cache[:, source]
+
+
+def path_rows(x: Tensor, rows: Tensor, rows_per_slot: int) -> Tensor:
+    """x [B * Q, ...] -> the rows [B, n] of each slot  # [B * n, ...]"""
+    first = torch.arange(len(rows), device=rows.device)[:, None] * rows_per_slot
+    return x[(first + rows).flatten()]

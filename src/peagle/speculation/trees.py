@@ -1,0 +1,122 @@
+"""Drafts as trees: several continuations of one prefix, verified in one pass.
+
+Rows of a request: row 0 is its newest token, row n its node n. A node's parent is the row of the
+token before it, so a chain is the tree with parents 0, 1, 2 ... Nodes are in falling order of the
+probability of their whole path; a parent therefore stands before its children, and any first n
+nodes are a tree, too: the n best.
+
+Shapes: B requests, N nodes, K depths, M candidates at each depth.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BEAM = 8  # candidates at each depth, and paths that go on from it
+
+
+class Tree(NamedTuple):
+    token_ids: Tensor  # [B, N] int64
+    parents: Tensor  # [B, N] int64: rows
+    scores: Tensor  # [B, N] float32: log-probability of the path; -inf where there is no node
+
+
+class Walk(NamedTuple):
+    """The path that the target takes through a tree."""
+
+    num_accepted: Tensor  # [B]
+    rows: Tensor  # [B, K+1]: row of each token on it, from row 0 on; then the last of them again
+
+
+def num_candidates(depth: int, beam: int) -> int:
+    """The largest tree that `grow_tree` can give."""
+    return beam + (depth - 1) * beam * beam
+
+
+def grow_tree(token_ids: Tensor, log_probs: Tensor, num_nodes: int) -> Tree:
+    """The best paths through a lattice whose depths do not depend on each other.
+
+    token_ids  # [B, K, M] candidates of each depth
+    log_probs  # [B, K, M] float32, in falling order
+
+    A beam of M paths: each has M continuations at the next depth, and the best M of these go on.
+    The nodes are the best of all continuations. Sums only fall along a path, and of equal ones the
+    earlier comes first, so a node's parent is always among the nodes before it.
+    """
+    batch, depth, beam = token_ids.shape
+    log_probs = log_probs.clamp(max=0.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    tokens, scores, parents = (
+        [token_ids[:, 0]],
+        [log_probs[:, 0]],
+        [-torch.ones_like(token_ids[:, 0])],
+    )
+    beam_scores = log_probs[:, 0]  # [B, M]
+    beam_places = torch.arange(beam, device=token_ids.device).expand(batch, beam)  # in the pool
+    for d in range(1, depth):
+        sums = (beam_scores[:, :, None] + log_probs[:, d, None, :]).flatten(1)  # [B, M * M]
+        tokens.append(token_ids[:, d].repeat(1, beam))
+        scores.append(sums)
+        parents.append(beam_places.repeat_interleave(beam, dim=1))
+        best = sums.sort(dim=1, descending=True, stable=True).indices[:, :beam]
+        beam_scores = sums.gather(1, best)
+        beam_places = best + num_candidates(d, beam)
+    return _best_nodes(torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1), num_nodes)
+
+
+def _best_nodes(tokens: Tensor, scores: Tensor, parents: Tensor, num_nodes: int) -> Tree:
+    """Of a pool of candidates; `parents` are places in it, -1: the newest token."""
+    order = scores.sort(dim=1, descending=True, stable=True).indices  # [B, pool]
+    rows = torch.empty_like(order).scatter_(
+        1, order, torch.arange(1, order.shape[1] + 1, device=order.device).expand_as(order)
+    )
+    chosen = order[:, :num_nodes]
+    places = parents.gather(1, chosen)
+    parent_rows = torch.where(places < 0, 0, rows.gather(1, places.clamp(min=0)))
+    return Tree(tokens.gather(1, chosen), parent_rows, scores.gather(1, chosen))
+
+
+def depths(parents: Tensor) -> Tensor:
+    """Of rows 0 .. N.  # [B, N] -> [B, N+1]"""
+    out = parents.new_zeros(parents.shape[0], parents.shape[1] + 1)
+    for n in range(parents.shape[1]):
+        out[:, n + 1] = out.gather(1, parents[:, n : n + 1])[:, 0] + 1
+    return out
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """Bit j of row r: r is row j or comes after it.  # [B, N] -> [B, N+1] int64"""
+    out = parents.new_ones(parents.shape[0], parents.shape[1] + 1)
+    for n in range(parents.shape[1]):
+        out[:, n + 1] = out.gather(1, parents[:, n : n + 1])[:, 0] | (1 << (n + 1))
+    return out
+
+
+def walk_tree(
+    token_ids: Tensor, parents: Tensor, num_nodes: Tensor, target_tokens: Tensor, depth: int
+) -> Walk:
+    """Takes the target's own token at each row, and goes on while a node carries it.
+
+    token_ids, parents  # [B, N]
+    num_nodes           # [B] how many of them are to be looked at
+    target_tokens       # [B, N+1] the target's choice at each row
+
+    Every token on the path is the target's choice after that very prefix, so as in
+    `verify_coupled` the output is the same with any tree or none. No two children of a row carry
+    the same token.
+    """
+    batch, size = token_ids.shape
+    is_there = torch.arange(size, device=token_ids.device) < num_nodes[:, None]
+    row = num_nodes.new_zeros(batch)
+    num_accepted, rows = row.clone(), [row]
+    for _ in range(depth):
+        wanted = target_tokens.gather(1, row[:, None])
+        carries = is_there & (parents == row[:, None]) & (token_ids == wanted)  # [B, N]
+        found = carries.any(1)
+        first = torch.nn.functional.pad(carries.int(), (0, 1)).argmax(1)  # N may be 0
+        row = torch.where(found, first + 1, row)
+        num_accepted = num_accepted + found
+        rows.append(row)
+    return Walk(num_accepted, torch.stack(rows, dim=1))

@@ -1,0 +1,181 @@
+"""Triton's trees equal the reference's: candidates, nodes, the walk, the rows that are moved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from peagle.kernels.device_batch import DeviceBatch, StepCounts, TreeRows, make_device_batch
+from peagle.kernels.reference import trees as reference
+from peagle.kernels.reference.sampling import SamplingMetadata
+from peagle.speculation import trees
+
+from .batch_cases import DEVICE, EXAMPLES, check_equal, copied
+
+gpu = pytest.importorskip("peagle.kernels.gpu.trees")
+
+seeds = st.integers(0, 2**31)
+
+
+def metadata_of(rows: int, generator: torch.Generator) -> SamplingMetadata:
+    """Every other row is greedy, and each kind of filter is on somewhere."""
+    index = torch.arange(rows)
+    return SamplingMetadata(
+        *(
+            column.to(DEVICE)
+            for column in (
+                torch.where(index % 2 == 0, 0.0, 0.9),
+                torch.where(index % 3 == 1, 5, 0),
+                torch.where(index % 4 == 3, 0.8, 1.0),
+                torch.zeros(rows),
+                torch.randint(2**40, (rows,), generator=generator),
+                index + 7,
+            )
+        )
+    )
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    seeds,
+    st.integers(1, 5),
+    st.sampled_from([8, 9, 100, 2500]),
+    st.sampled_from([1, 4, 8]),
+    st.sampled_from(["greedy", "sampled", "filtered"]),
+    st.booleans(),
+)
+def test_candidates_are_the_references(
+    seed: int, rows: int, vocab: int, count: int, sampling: str, reduced: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randperm(rows * vocab, generator=generator) * (20.0 / vocab)).view(rows, vocab)
+    ids = (torch.randperm(vocab + 9, generator=generator)[:vocab]).to(DEVICE) if reduced else None
+    metadata = None if sampling == "greedy" else metadata_of(rows, generator)
+    arguments = logits.to(DEVICE), metadata, ids, count
+    ours = gpu.top_tokens(*arguments, filters=sampling == "filtered")
+    theirs = reference.top_tokens(*arguments, filters=sampling == "filtered")
+    there = theirs.log_probs > -torch.inf  # which of those that cannot be sampled does not matter
+    assert torch.equal(ours.log_probs > -torch.inf, there)
+    assert torch.equal(ours.token_ids[there], theirs.token_ids[there])
+    torch.testing.assert_close(ours.log_probs[there], theirs.log_probs[there], atol=2e-5, rtol=1e-4)
+
+
+def test_a_nan_is_no_candidate() -> None:
+    logits = torch.tensor([[1.0, torch.nan, 3.0, 2.0]], device=DEVICE)
+    assert gpu.top_tokens(logits, None, None, 2).token_ids.tolist() == [[2, 3]]
+
+
+def lattice(seed: int, batch: int, depth: int, beam: int) -> tuple[Tensor, Tensor]:
+    """Candidates in falling order; some as likely as others, some impossible."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-6, 3, (batch, depth, 30), generator=generator).float()
+    logits[logits < -5] = -torch.inf
+    log_probs, token_ids = logits.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+    return token_ids[..., :beam].to(DEVICE), log_probs[..., :beam].to(DEVICE)
+
+
+def tree_state(width: int) -> DeviceBatch:
+    state = make_device_batch(7, 5, width, DEVICE, None, has_trees=True)
+    state.num_drafts.fill_(width)
+    return state
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(seeds, st.integers(1, 5), st.sampled_from([4, 8]), st.integers(1, 63), st.integers(1, 4))
+def test_stored_trees_are_the_references(
+    seed: int, depth: int, beam: int, num_nodes: int, batch: int
+) -> None:
+    num_nodes = min(num_nodes, trees.num_candidates(depth, beam))
+    generator = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(7, generator=generator)[:batch].to(DEVICE)
+    num_depths = torch.randint(depth + 1, (batch,), generator=generator).to(DEVICE)
+    ours = tree_state(num_nodes + 2)
+    ours.num_drafts[slots] = torch.randint(num_nodes + 1, (batch,), generator=generator).to(DEVICE)
+    theirs = copied(ours)
+    arguments = slots, *lattice(seed, batch, depth, beam), num_depths, num_nodes
+    gpu.store_tree(ours, *arguments)
+    reference.store_tree(theirs, *arguments)
+    assert torch.equal(ours.drafts, theirs.drafts)
+    check_equal(ours.trees or (), theirs.trees or ())
+    assert torch.equal(ours.numbers, theirs.numbers)
+
+
+def test_a_tree_of_63_nodes_and_15_depths() -> None:
+    ours, slots = tree_state(63), torch.tensor([3, 0], device=DEVICE)
+    theirs = copied(ours)
+    arguments = slots, *lattice(5, 2, 15, 8), torch.tensor([15, 9], device=DEVICE), 63
+    gpu.store_tree(ours, *arguments)
+    reference.store_tree(theirs, *arguments)
+    assert torch.equal(ours.drafts, theirs.drafts)
+    check_equal(ours.trees or (), theirs.trees or ())
+
+
+def counts_of(seed: int, batch: int, size: int) -> StepCounts:
+    """Random trees over few tokens, so that the target often goes on."""
+    generator = torch.Generator().manual_seed(seed)
+    columns = [torch.randint(0, n + 1, (batch,), generator=generator) for n in range(size)]
+    parents = torch.stack(columns, 1) if size else torch.zeros(batch, 0, dtype=torch.int64)
+    drafts = torch.randint(3, (batch, size), generator=generator)
+    num_drafts = torch.randint(size + 1, (batch,), generator=generator)
+    tree = TreeRows(parents, trees.depths(parents), trees.ancestors(parents))
+    starts = torch.randint(9, (batch,), generator=generator)
+    numbers = (starts, num_drafts, num_drafts + 1, starts, starts)
+    return StepCounts(
+        *(n.to(DEVICE) for n in numbers), drafts.to(DEVICE), TreeRows(*(t.to(DEVICE) for t in tree))
+    )
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(seeds, st.integers(1, 4), st.integers(0, 20), st.integers(1, 6))
+def test_the_walk_is_the_references(seed: int, batch: int, size: int, depth: int) -> None:
+    counts = counts_of(seed, batch, size)
+    generator = torch.Generator().manual_seed(seed + 1)
+    sampled = torch.randint(3, (batch, size + 1), generator=generator).to(DEVICE)
+    usable = (torch.rand(batch, size + 1, generator=generator) < 0.9).to(DEVICE)
+    ours = gpu.walk_tree(counts, sampled, usable, depth)
+    check_equal(ours, reference.walk_tree(counts, sampled, usable, depth))
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(seeds, st.integers(1, 3), st.integers(1, 12), st.sampled_from([(1, 8), (3, 8), (9, 64)]))
+def test_moved_rows_are_the_references(
+    seed: int, batch: int, size: int, heads: tuple[int, int]
+) -> None:
+    counts, block_size = counts_of(seed, batch, size), 4
+    generator = torch.Generator().manual_seed(seed + 1)
+    sampled = torch.randint(3, (batch, size + 1), generator=generator).to(DEVICE)
+    path = reference.walk_tree(counts, sampled, sampled >= 0, 5)
+    tables = torch.randperm(batch * 8, generator=generator).view(batch, 8).int().to(DEVICE)
+    slots = torch.randperm(batch, generator=generator).to(DEVICE)
+    keys, values = (torch.randn(2, batch * 32, *heads, generator=generator) for _ in "kv")
+    ours, theirs = ([c.clone().to(DEVICE) for c in (keys, values)] for _ in "ab")
+    arguments = tables, slots, counts.num_computed, path, block_size
+    gpu.move_rows(*ours, *arguments)
+    reference.move_rows(*theirs, *arguments)
+    check_equal(tuple(ours), tuple(theirs))
+
+
+def test_a_row_whose_place_is_anothers_source_is_not_lost() -> None:
+    path = reference.TreePath(
+        *(torch.zeros(1, 1, dtype=torch.int64, device=DEVICE) for _ in range(3)),
+        torch.tensor([[0, 2, 3, 3]], device=DEVICE),
+        torch.tensor([2], device=DEVICE),
+    )
+    cache = torch.arange(8.0, device=DEVICE).view(1, 8, 1, 1).repeat(1, 1, 1, 600)
+    keys, values = cache.clone(), cache.clone()
+    tables = torch.tensor([[0, 1]], dtype=torch.int32, device=DEVICE)
+    first = torch.tensor([0], device=DEVICE)
+    gpu.move_rows(keys, values, tables, first, first + 2, path, 4)
+    for moved in (keys, values):
+        assert moved[0, :, 0, 0].tolist() == [0, 1, 2, 4, 5, 5, 6, 7]
+        assert torch.equal(moved[..., 0], moved[..., 599])
+
+
+@pytest.mark.parametrize("columns", [1, 48, 1100])
+def test_rows_of_a_path_are_copied(columns: int) -> None:
+    x = torch.randn(12, columns, device=DEVICE)
+    rows = torch.tensor([[0, 3, 3], [0, 1, 2], [0, 0, 0]], device=DEVICE)
+    assert torch.equal(gpu.path_rows(x, rows, 4), reference.path_rows(x, rows, 4))
