@@ -12,8 +12,7 @@ from peagle.engine.llm import LLM
 from peagle.errors import ConfigError, PeagleError, RequestError
 from peagle.outputs import RequestOutput
 from peagle.sampling_params import SamplingParams
-
-from . import tiny
+from tests.tiny import drafters
 
 TEXT = "abc the €é 😀"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
@@ -31,7 +30,7 @@ def readable(plain_llm: LLM) -> SamplingParams:
 def use_oracle(llm: LLM, *outputs: RequestOutput) -> None:
     """Whole answers then fall into few steps: stops must be found inside them."""
     known = [o.prompt_token_ids + o.outputs[0].token_ids for o in outputs]
-    llm.engine._host_drafter = tiny.oracle(known)
+    llm.engine._host_drafter = drafters.oracle(known)
 
 
 def all_blocks_are_free(llm: LLM) -> bool:

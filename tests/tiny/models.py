@@ -20,6 +20,7 @@ from peagle.models.p_eagle import PEagleDrafter
 from peagle.models.target import TargetModel
 
 SCALE = 0.3  # of a target's weights: so large that answers differ and do not fall into a loop
+VOCAB, CONTEXT = 40, 96  # of a target for engines
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SAME_SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads")
 SAME_SIZES += ("intermediate_size", "head_dim", "max_position_embeddings", "rms_norm_eps")
@@ -86,14 +87,14 @@ class Sizes:
 # For engines, whose answers are computed again from scratch for every token: two layers.
 SHALLOW = Sizes(
     {
-        "vocab_size": 40,
+        "vocab_size": VOCAB,
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 8,
-        "max_position_embeddings": 96,
+        "max_position_embeddings": CONTEXT,
         "rope_parameters": ROPE,
     },
     {

@@ -125,16 +125,16 @@ def test_the_layers_work_without_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
 
 ANSWER = """
 import torch
-from tests.engine import tiny
+from tests.tiny.models import CONTEXT, SHALLOW
 from peagle.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.kernels.cpu.ops import cpu_kernels
 from peagle.models.layers import lay_out_for_cpu
 from peagle.sampling_params import SamplingParams
 
-target = tiny.make_target(torch.float32)
+target = SHALLOW.make_target(torch.float32)
 lay_out_for_cpu(target)
-engine = Engine(target, EngineConfig(max_model_len=tiny.CONTEXT))
+engine = Engine(target, EngineConfig(max_model_len=CONTEXT))
 params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 requests = [engine.add_request(str(n), [n + 1, 5, 9], params) for n in range(3)]
 while engine.has_unfinished:
