@@ -111,7 +111,7 @@ MUTANTS = (
     ),
     Mutant(
         "engine/scheduler.py",
-        "request.num_tokens + request.num_speculative_tokens + 1",
+        "request.num_tokens + request.max_drafts + 1",
         "request.num_tokens",
         SCHEDULER,
     ),

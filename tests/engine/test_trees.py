@@ -55,6 +55,7 @@ def jobs_of(params: list[SamplingParams], count: int, seed: int = 1) -> list[Job
     return [Job(p, params[n % len(params)], joins=n // 2) for n, p in enumerate(texts)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("k", "nodes"), [(1, 1), (1, 8), (2, 5), (4, 3), (4, 12), (6, 30)])
 def test_greedy_answers_are_plain_decodings(k: int, nodes: int) -> None:
     jobs = jobs_of([GREEDY], 4)
@@ -87,6 +88,7 @@ def test_logprobs_are_those_of_plain_decoding() -> None:
             assert a.logprobs == pytest.approx(b.logprobs, abs=1e-9)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=12)
 @given(
     st.integers(0, 1000),
