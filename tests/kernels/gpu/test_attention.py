@@ -71,6 +71,7 @@ def with_trees(case: Case, seed: int) -> Case:
     return replace(case, rows=rows._replace(**changes))
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(shape=shapes(), window=st.none() | st.integers(6, 100), seed=st.integers(0, 99))
 @example(Shape((Item(100, 140),), 40, 3, 1, 16, 4, 1), None, 0)
