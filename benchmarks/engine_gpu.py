@@ -25,10 +25,10 @@ import torch
 from peagle.checkpoints.references import load_tokenizer, resolve_model
 from peagle.checkpoints.targets import eos_token_ids, load_target
 from peagle.config import EngineConfig, SpeculativeConfig
-from peagle.data.chat import chat_token_ids
 from peagle.data.prompts import read_prompts
 from peagle.engine.engine import Engine
 from peagle.engine.loading import load_speculation
+from peagle.engine.prompts import PromptReader
 from peagle.files import write_json
 from peagle.provenance import provenance
 from peagle.sampling_params import SamplingParams
@@ -107,12 +107,12 @@ def _submit(
 
 def prompt_tokens(files: list[str], folder: Path) -> list[list[int]]:
     """First turns, as the target's chat template writes them."""
-    tokenizer: Any = load_tokenizer(folder)
+    reader = PromptReader(load_tokenizer(folder))
     prompts = []
     for file in files:
         for conversation in read_prompts(file).good:
             messages = [{"role": "user", "content": conversation.turns[0]}]
-            prompts.append(chat_token_ids(tokenizer, messages))
+            prompts.append(reader.render_chat(messages)["prompt_token_ids"])
     random.Random(0).shuffle(prompts)  # the few that one request at a time gets are a mix too
     return prompts
 

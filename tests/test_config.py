@@ -10,11 +10,15 @@ import pytest
 from peagle.config import from_mapping
 from peagle.errors import ConfigError
 
+KNOWN = "known: name, count, share, limit, quick, inner"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Inner:
     kind: Literal["linear", "cosine"] = "cosine"
     rates: tuple[float, ...] = ()
+    pair: tuple[int, int] = (0, 0)
+    sizes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +27,7 @@ class Outer:
     count: int | Literal["auto"] = 1
     share: float = 0.5
     limit: int | None = None
+    quick: bool = False
     inner: Inner = field(default_factory=Inner)
 
     def __post_init__(self) -> None:
@@ -34,6 +39,7 @@ def test_values_and_sections_are_converted() -> None:
     options = {"name": "a", "share": "1e-4", "inner": {"kind": "linear", "rates": [1, 2.5]}}
     inner = Inner(kind="linear", rates=(1.0, 2.5))
     assert from_mapping(Outer, options, "here") == Outer(name="a", share=1e-4, inner=inner)
+    assert from_mapping(Outer, {"name": "a", "quick": True}, "here").quick is True
 
 
 @pytest.mark.parametrize(
@@ -56,6 +62,36 @@ def test_values_and_sections_are_converted() -> None:
             "inner.rates.1='x' does not fit",
             "use a valid number",
         ),
+        (
+            {"name": "a", "inner": {"pair": [1]}},
+            "inner.pair=[1] does not fit",
+            "use more values",
+        ),
+        ({"name": "a", "inner": {"pair": []}}, "inner.pair=[] does not fit", "use more values"),
+        (
+            {"name": "a", "inner": {"pair": [1, 2, 3]}},
+            "inner.pair=[1, 2, 3] does not fit",
+            "use at most 2 values",
+        ),
+        ({"name": "a", 1: 2}, "unknown key 1 in here", KNOWN),
+        ({"name": "a", True: 2}, "unknown key True in here", KNOWN),
+        ({"name": "a", None: 2}, "unknown key None in here", KNOWN),
+        ({"name": "a", "count": True}, "count=True does not fit", "use a valid number"),
+        ({"name": "a", "limit": False}, "limit=False does not fit", "use a valid number"),
+        ({"name": "a", "share": True}, "share=True does not fit", "use a valid number"),
+        (
+            {"name": "a", "inner": {"rates": [1.0, True]}},
+            "inner.rates.1=True does not fit",
+            "use a valid number",
+        ),
+        (
+            {"name": "a", "inner": {"sizes": {"x": 1, "y": True}}},
+            "inner.sizes.y=True does not fit",
+            "use a valid number",
+        ),
+        ({"name": "a", "quick": "yes"}, "quick='yes' does not fit", "use true or false"),
+        ({"name": "a", "quick": "true"}, "quick='true' does not fit", "use true or false"),
+        ({"name": "a", "quick": "maybe"}, "quick='maybe' does not fit", "use true or false"),
         ({"name": "a", "share": -1}, "share=-1.0 is out of range", "use >= 0"),
     ],
 )

@@ -16,7 +16,7 @@ PACKAGE = Path(peagle.__file__).parent
 
 # Lowest first; a module may import from its own layer or a lower one.
 LAYERS = (
-    {"cache", "config", "errors", "files", "locking", "log", "processes", "provenance"}
+    {"cache", "config", "errors", "files", "http", "locking", "log", "processes", "provenance"}
     | {"sampling_params"},
     {"speculation", "data"},
     {"outputs"},  # results carry their acceptance statistics
@@ -68,7 +68,7 @@ def test_a_lower_layer_never_imports_a_higher_one(path: Path) -> None:
 
 
 HELP = "import sys; sys.argv = ['peagle', '--help']; from peagle.cli.main import run; run()"
-HEAVY = ("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "gguf")
+HEAVY = ("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "gguf", "httpx")
 
 
 @pytest.mark.parametrize("code", ["import peagle", HELP], ids=["import", "help"])

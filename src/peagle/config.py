@@ -135,15 +135,18 @@ def from_mapping(cls: type[_Config], options: Mapping[str, Any], where: str) -> 
     """Builds a config dataclass, sections inside it included, with every value's type checked.
 
     An unknown key is an error that names the nearest one; so is a value that does not fit, with
-    what its key takes. Numbers may be strings: YAML reads 1e-4, without a dot, as one.
+    what its key takes. Numbers may be strings: YAML reads 1e-4, without a dot, as one. A bool is
+    not a number, nor is a string a bool.
     """
     from pydantic import TypeAdapter, ValidationError  # not needed for `peagle --help`
 
     _check_keys(cls, options, where)
     try:
-        return TypeAdapter(cls).validate_python(dict(options))
+        config = TypeAdapter(cls).validate_python(dict(options))
     except ValidationError as error:
         raise _misfit(error.errors(), options) from None
+    _check_bools(options, config)
+    return config
 
 
 def _check_keys(cls: type, options: Mapping[str, Any], where: str) -> None:
@@ -151,13 +154,29 @@ def _check_keys(cls: type, options: Mapping[str, Any], where: str) -> None:
     known = [f.name for f in dataclasses.fields(cls)]
     for key, value in options.items():
         if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1)
+            nearest = difflib.get_close_matches(str(key), known, n=1)
             raise ConfigError(
                 f"unknown key {key!r} in {where}",
                 hint=f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(known)}",
             )
         if dataclasses.is_dataclass(kinds[key]) and isinstance(value, Mapping):
             _check_keys(cast("type", kinds[key]), value, key)
+
+
+def _check_bools(given: Any, made: Any, name: str = "") -> None:
+    """pydantic takes true for 1 and "yes" for true; its strict mode, which does not, would also
+    refuse "1e-4" for a number."""
+    if isinstance(given, Mapping):
+        for key, value in given.items():
+            inside = made.get(key, value) if isinstance(made, Mapping) else getattr(made, key)
+            _check_bools(value, inside, f"{name}.{key}" if name else key)
+    elif isinstance(given, list | tuple) and isinstance(made, list | tuple):
+        for number, (value, inside) in enumerate(zip(given, made, strict=True)):
+            _check_bools(value, inside, f"{name}.{number}")
+    elif isinstance(given, bool) and not isinstance(made, bool):
+        raise ConfigError(f"{name}={given!r} does not fit", hint="use a valid number")
+    elif isinstance(given, str) and isinstance(made, bool):
+        raise ConfigError(f"{name}={given!r} does not fit", hint="use true or false")
 
 
 def _misfit(errors: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> PeagleError:
@@ -167,7 +186,7 @@ def _misfit(errors: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> 
         return own
     path, value = _place(errors[0]["loc"], options)
     name = ".".join(str(part) for part in path)
-    if errors[0]["type"] == "missing":
+    if errors[0]["type"] == "missing" and path == errors[0]["loc"]:
         return ConfigError(f"{name!r} is not set")
     same = [error for error in errors if error["loc"][: len(path)] == path]
     wanted = " or ".join(dict.fromkeys(_wanted(error) for error in same))
@@ -177,14 +196,23 @@ def _misfit(errors: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> 
 def _wanted(error: Mapping[str, Any]) -> str:
     if error["type"] == "dataclass_type":
         return "a mapping of keys to values"
+    if str(error["type"]).startswith("bool"):
+        return "true or false"
+    if error["type"] == "missing":  # the tuple is too short
+        return "more values"
+    if error["type"] == "too_long":
+        return f"at most {error['ctx']['max_length']} values"
     return str(error["msg"]).removeprefix("Input should be ").partition(", ")[0]
 
 
 def _place(loc: tuple[int | str, ...], value: Any) -> tuple[tuple[int | str, ...], Any]:
     """The part of `loc` that leads into the options (a union's branch does not), and its value."""
     for depth, part in enumerate(loc):
-        inside = isinstance(value, Mapping) and part in value
-        if not (inside or (isinstance(value, list | tuple) and isinstance(part, int))):
+        if isinstance(value, list | tuple):
+            inside = isinstance(part, int) and part < len(value)
+        else:
+            inside = isinstance(value, Mapping) and part in value
+        if not inside:
             return (loc[: depth + 1], None) if isinstance(value, Mapping) else (loc[:depth], value)
         value = value[part]
     return loc, value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -13,11 +13,12 @@ from peagle.checkpoints.heads.config import read_head_config
 from peagle.checkpoints.heads.references import resolve_head
 from peagle.checkpoints.references import load_config, load_tokenizer, resolve_model
 from peagle.config import EngineConfig
-from peagle.data.chat import template_fingerprint, template_frame, tokenizer_fingerprint
 from peagle.data.dataset import Dataset
+from peagle.data.fingerprints import template_fingerprint, tokenizer_fingerprint
 from peagle.data.packing import lay_out
 from peagle.data.summary import share, spread, supervised_per_row
-from peagle.errors import PeagleError
+from peagle.engine.prompts import PromptReader
+from peagle.errors import PeagleError, RequestError
 from peagle.evaluate.offline import Pair, evaluate_pair, load_pair
 from peagle.models.head_config import HeadConfig
 from peagle.models.target import default_aux_hidden_state_layers
@@ -121,6 +122,33 @@ def check_frame(rows: Rows, tokenizer: Any) -> Iterator[Finding]:
     message = f"{wrong:.0%} of the answers do not start right behind the template's prompt"
     hint = "the mask must begin with the first generated token"
     yield graded("answer start", message, warning=wrong > 0, error=wrong > 0.5, hint=hint)
+
+
+def template_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Tokens that every templated prompt begins with, and those that it ends with."""
+    reader = PromptReader(tokenizer)
+    probes = [
+        [{"role": "user", "content": "What is 2 + 2?"}],
+        [{"role": "user", "content": "Zähle bis drei"}],
+        [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hello"}],
+    ]
+    prompts = []
+    for probe in probes:
+        try:
+            prompts.append(reader.render_chat(probe)["prompt_token_ids"])
+        except RequestError:  # some templates know no system message
+            continue
+    backwards = [prompt[::-1] for prompt in prompts]
+    return _common_start(prompts), _common_start(backwards)[::-1]
+
+
+def _common_start(sequences: Sequence[Sequence[int]]) -> list[int]:
+    common = []
+    for column in zip(*sequences, strict=False):
+        if len(set(column)) > 1:
+            break
+        common.append(column[0])
+    return common
 
 
 def check_vocabulary(rows: Rows, vocab_size: int) -> Finding:

@@ -1,9 +1,9 @@
 """Child processes with all their children: started in a process group of their own, and ended.
 
-Run as a script, this file is the guard of one group: it ends the group when the process that
-holds its stdin is gone. A parent that is killed cannot clean up, but the kernel closes its end of
-the pipe. The parent writes a line when it has cleaned up itself. Hence the standard library alone
-at the top.
+Run as a script, this file is the guard of one group: it ends the group, and deletes a folder, when
+the process that holds its stdin is gone. A parent that is killed cannot clean up, but the kernel
+closes its end of the pipe. The parent writes a line when it has cleaned up itself. Hence the
+standard library alone at the top.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import IO
 
-GRACE = 10.0  # seconds between asking and killing
+GRACE = 20.0  # seconds between asking and killing
+TIDY_UP = 2.0  # seconds for a server's children, when it is gone itself
 REMEMBERED_LINES = 500
 STOP_SECONDS = 30.0  # for a server to end by itself once it was told to
 
@@ -49,15 +52,24 @@ def _runs_in(group: int, pid: str) -> bool:
 
 
 def end_group(group: int, *, grace: float = GRACE) -> None:
-    """Asks every process of the group to end, and kills what is left after `grace` seconds."""
+    """Asks every process of the group to end, and kills what is left after `grace` seconds, or
+    TIDY_UP after its leader is gone."""
     for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
         try:
             os.killpg(group, number)
         except (ProcessLookupError, PermissionError):
             return
-        until = time.monotonic() + patience
-        while group_runs(group) and time.monotonic() < until:
-            time.sleep(0.05)
+        _wait_for_end(group, patience)
+
+
+def _wait_for_end(group: int, patience: float) -> None:
+    until = time.monotonic() + patience
+    leader_runs = True
+    while group_runs(group) and time.monotonic() < until:
+        if leader_runs and not _runs_in(group, str(group)):
+            leader_runs = False
+            until = min(until, time.monotonic() + TIDY_UP)
+        time.sleep(0.05)
 
 
 class StopSignals:
@@ -84,36 +96,61 @@ class StopSignals:
         self._any.set()
 
 
-class ServerProcess:
-    """A server with all its children: a process group of its own, ended with us or by us."""
+class GuardedProcess:
+    """A process with all its children: a process group of its own, ended with us or by us. A
+    `folder` is its own, too, and deleted afterwards."""
 
-    def __init__(self, words: Sequence[str], log: IO[str]) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        output: IO[str] | int,
+        *,
+        variables: Mapping[str, str] | None = None,  # environment beyond the present one
+        folder: Path | None = None,
+    ) -> None:
         self._process = subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=output,
             stderr=subprocess.STDOUT,
+            env={**os.environ, **(variables or {})},
             text=True,
             errors="replace",
             start_new_session=True,  # Ctrl-C reaches us alone; we pass it on once
         )
-        self.group = self._process.pid
+        self.group, self.folder = self._process.pid, folder
         try:
             self._guard = subprocess.Popen(
-                [sys.executable, "-P", __file__, str(self.group)],
+                [sys.executable, "-P", __file__, str(self.group), str(folder or "")],
                 stdin=subprocess.PIPE,
                 start_new_session=True,
             )
         except OSError:
             end_group(self.group)
             raise
-        self._lines: collections.deque[str] = collections.deque(maxlen=REMEMBERED_LINES)
-        self._reader = threading.Thread(target=self._pass_on, args=(log,), daemon=True)
-        self._reader.start()
 
     @property
     def exit_code(self) -> int | None:
         return self._process.poll()
+
+    def close(self) -> None:
+        """Ends what is left of the group, the process itself included."""
+        end_group(self.group)
+        self._process.wait()
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(BrokenPipeError):
+            self._guard.communicate(b"done\n")
+
+
+class ServerProcess(GuardedProcess):
+    """A server whose log is passed on and remembered."""
+
+    def __init__(self, words: Sequence[str], log: IO[str]) -> None:
+        super().__init__(words, subprocess.PIPE)
+        self._lines: collections.deque[str] = collections.deque(maxlen=REMEMBERED_LINES)
+        self._reader = threading.Thread(target=self._pass_on, args=(log,), daemon=True)
+        self._reader.start()
 
     def stop(self, signals: StopSignals) -> None:
         """Passes the signal on and waits; a second signal, or too long a wait, ends it hard."""
@@ -127,11 +164,7 @@ class ServerProcess:
             time.sleep(0.05)
 
     def close(self) -> None:
-        """Ends what is left of the group, the process itself included."""
-        end_group(self.group)
-        self._process.wait()
-        with contextlib.suppress(BrokenPipeError):
-            self._guard.communicate(b"done\n")
+        super().close()
         self._reader.join(timeout=2.0)
 
     @property
@@ -163,11 +196,14 @@ def running(words: Sequence[str], log: IO[str]) -> Iterator[ServerProcess]:
 
 
 def _guard() -> None:
-    """Waits for the parent's line; ends the group where none comes."""
+    """Waits for the parent's line; ends the group and deletes its folder where none comes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # only the parent's end counts
+    group, folder = sys.argv[1:]
     if not sys.stdin.readline():
-        end_group(int(sys.argv[1]))
+        end_group(int(group))
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

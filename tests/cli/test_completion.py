@@ -36,7 +36,13 @@ def _complete(line: str) -> tuple[list[str], set[str]]:
         ("peagle generate --max-num-s", ["--max-num-seqs"]),
         ("peagle serve --tensor", ["--tensor-parallel-size"]),
         ("peagle generate --spec-method ", ["p-eagle", "eagle3", "ngram", "none"]),
+        ("peagle bench com", ["compare"]),
+        ("peagle bench ", ["run", "compare"]),
         ("peagle bench --concurr", ["--concurrency"]),
+        ("peagle bench --he", ["--help"]),
+        ("peagle bench m --concurr", ["--concurrency"]),
+        ("peagle bench run --concurr", ["--concurrency"]),
+        ("peagle bench compare --js", ["--json"]),
     ],
 )
 def test_verbs_flags_and_values_are_completed_without_torch(line: str, offered: list[str]) -> None:

@@ -9,7 +9,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from peagle.data.dataset import Dataset, DatasetWriter, Row, read_manifest
-from tests.tiny.folders import write_head, write_model
+from peagle.doctor import template_frame
+from tests.tiny.folders import byte_tokenizer, write_head, write_model
 
 from .fakes import Shell
 
@@ -94,6 +95,13 @@ def examine_head(command: Shell, folder: Path, model: str, data: str, **changes:
     head = write_head(folder, Path(model), **changes)
     command("doctor", "--data", data, "--model", model, "--head", str(head), "--json")
     return levels(command)
+
+
+def test_the_frame_is_what_all_templated_prompts_share() -> None:
+    tokenizer = byte_tokenizer()
+    start, end = template_frame(tokenizer)
+    assert tokenizer.decode(start) == "<|"
+    assert tokenizer.decode(end) == "\n<|assistant|>"
 
 
 def test_an_untrained_head_is_found_by_its_acceptance(

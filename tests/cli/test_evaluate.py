@@ -102,7 +102,7 @@ def test_a_users_error_is_one_line(command: Shell, head: str, data: str, prompts
         ((head, "--data", data, "--prompts", prompts), "give either --data or --prompts"),
         (("/missing", "--data", data), "no head '/missing'"),
         ((head, "--data", "/missing"), "is not a prepared dataset"),
-        ((head, "--data", data, "--spec-tokens", "9"), "drafts no 9 tokens"),
+        ((head, "--data", data, "--spec-tokens", "9"), "cannot draft 9 tokens"),
         ((head, "--data", data, "--held-out-share", "0.0"), "is held out"),
     ):
         assert command("evaluate", *arguments, *CPU) == 2

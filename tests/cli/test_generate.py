@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from peagle.cli.generate import BatchResult, document
-from peagle.cli.prompt_files import Prompt
+from peagle.cli.prompt_files import NamedPrompt
 from peagle.config import EngineConfig
 from peagle.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -137,7 +137,7 @@ def test_logprobs_of_impossible_tokens_are_still_json() -> None:
     possible, impossible = Logprob(-0.5, 1, "a"), Logprob(float("-inf"), 2, "b")
     answer = CompletionOutput(0, "a", [1], "stop", logprobs=[{1: possible, 2: impossible}])
     run = BatchResult(
-        [Prompt("prompt 1", "Hi")], [RequestOutput("0", None, [1], [answer], True)], 1.0
+        [NamedPrompt("prompt 1", "Hi")], [RequestOutput("0", None, [1], [answer], True)], 1.0
     )
     llm = FakeLLM("m", EngineConfig(), None)
     text = json.dumps(document(llm, run, []), allow_nan=False)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from peagle.errors import ConfigError, DataError
+from peagle.http import Endpoint
 from peagle.prepare.answers import Question, TargetAnswer
-from peagle.prepare.endpoint import Endpoint, EndpointAnswers
+from peagle.prepare.endpoint import EndpointAnswers
 from peagle.sampling_params import SamplingParams
 
 from .endpoint_server import Behaviour, Reply, completion, serving

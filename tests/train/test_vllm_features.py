@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from peagle.data.dataset import Dataset
 from peagle.data.packing import PackedRow, pack
 from peagle.errors import ConfigError, DataError, ModelError
+from peagle.http import Endpoint
 from peagle.models.target import TargetModel
-from peagle.prepare.endpoint import Endpoint
 from peagle.teacher_forcing.features import Features, OnlineFeatures
 from peagle.train.features.vllm_client import StatesClient, read_states
 from peagle.train.features.vllm_features import VllmFeatures, documents

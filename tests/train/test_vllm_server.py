@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from peagle.backends.vllm.server import is_healthy
 from peagle.errors import DataError, ModelError
+from peagle.http import is_healthy
 from peagle.train.features.vllm_features import Workers
 from peagle.train.features.vllm_server import RequiredStates, ServerPlan, VllmServer, make_room
 from peagle.train.recipe import VllmSection
@@ -60,7 +60,7 @@ def value_of(arguments: list[str], flag: str) -> str:
     return found
 
 
-def test_vllm_is_told_to_extract_the_tapped_layers_and_the_last_without_prefix_caching() -> None:
+def test_vllm_is_told_to_extract_the_aux_layers_and_the_last_without_prefix_caching() -> None:
     arguments = plan(Path("/states")).arguments()
     speculative = json.loads(value_of(arguments, "--speculative-config"))
     assert speculative["method"] == "extract_hidden_states"

@@ -7,24 +7,11 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from peagle.engine.offline import OpenPrompt
 from peagle.engine.prompts import Message, Prompt, TokenizedPrompt
 from peagle.outputs import RequestOutput
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.statistics import SpecDecodeStats
-
-
-class OpenPrompt(Protocol):
-    """A prompt that is being answered."""
-
-    @property
-    def finished(self) -> bool: ...
-
-    @property
-    def num_output_tokens(self) -> int:
-        """The number so far. It is cheap, where `output` copies everything."""
-        ...
-
-    def output(self) -> RequestOutput: ...
 
 
 class Backend(Protocol):

@@ -85,7 +85,7 @@ def tables_of(target: TargetModel) -> TargetTables:
 
 
 def read_tables(folder: Path, shape: tuple[int, int]) -> TargetTables:
-    """From a model folder, in the stored dtype; the rest of the model is not read."""
+    """The tables of a model folder, in the stored dtype; the rest of the model is not read."""
     found: dict[str, list[Tensor]] = {EMBED: [], OUTPUT: []}
     for name, tensor in iter_tensors(folder):
         for ending, tables in found.items():

@@ -38,9 +38,17 @@ class _RunByDefault(TyperGroup):
     """`peagle bench MODEL ...` is `peagle bench run MODEL ...`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or args[0] not in self.commands:
+        first_word_is_completed = ctx.resilient_parsing and not args
+        if not first_word_is_completed and (not args or args[0] not in self.commands):
             args = [RUN, *args]
         return super().parse_args(ctx, args)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """The group's commands and the options of the default one."""
+        run = self.commands[RUN]
+        inside = run.make_context(RUN, [], parent=ctx, resilient_parsing=True)
+        found = [*super().shell_complete(ctx, incomplete), *run.shell_complete(inside, incomplete)]
+        return list({item.value: item for item in found}.values())
 
 
 app = typer.Typer(

@@ -16,7 +16,7 @@ from peagle.cli.flags import Model, System, expand_flags
 from peagle.cli.flags.drafter import DrafterFlags
 from peagle.cli.flags.engine import EngineFlags
 from peagle.cli.flags.sampling import SamplingFlags
-from peagle.cli.prompt_files import Message, with_system
+from peagle.data.prompts import Message, with_system
 from peagle.errors import ConfigError, RequestError
 from peagle.sampling_params import SamplingParams
 

@@ -198,11 +198,14 @@ def _messages(prompt: str) -> list[dict[str, str]]:
 
 def find_differences(plain: Contender, other: Contender) -> list[Difference]:
     """The first difference of each answer; empty if all tokens are the same."""
+    from peagle.bench.run.lossless import first_difference, token_at
+
     found = []
     for number, (ours, theirs) in enumerate(zip(plain.answers, other.answers, strict=True), 1):
-        if ours != theirs:
-            at = _first_difference(ours, theirs)
-            found.append(Difference(other.name, number, at + 1, _at(ours, at), _at(theirs, at)))
+        at = first_difference(ours, theirs)
+        if at is not None:
+            wanted, got = token_at(ours, at), token_at(theirs, at)
+            found.append(Difference(other.name, number, at + 1, wanted, got))
     return found
 
 
@@ -244,15 +247,6 @@ def table_row(figures: dict[str, Any]) -> list[str]:
 
 def _length(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def _first_difference(a: list[int], b: list[int]) -> int:
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
-
-
-def _at(tokens: list[int], index: int) -> int | None:
-    return tokens[index] if index < len(tokens) else None
 
 
 def _named(token_id: int | None) -> str:

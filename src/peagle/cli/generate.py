@@ -17,7 +17,8 @@ from peagle.cli.flags.drafter import DrafterFlags
 from peagle.cli.flags.engine import EngineFlags
 from peagle.cli.flags.sampling import SamplingFlags
 from peagle.cli.flags.vllm import BackendFlags
-from peagle.cli.prompt_files import Failure, Prompt, read_prompts, with_system
+from peagle.cli.prompt_files import Failure, NamedPrompt, given_prompts
+from peagle.data.prompts import with_system
 from peagle.errors import ConfigError, RequestError
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.statistics import SpecDecodeStats
@@ -32,7 +33,7 @@ LOWEST_LOGPROB = -9999.0  # for -inf, which JSON has no word for; vLLM writes th
 class Job(NamedTuple):
     """A prompt and the form in which the engine takes it."""
 
-    prompt: Prompt
+    prompt: NamedPrompt
     request: str | dict[str, Any]
 
 
@@ -40,7 +41,7 @@ class Job(NamedTuple):
 class BatchResult:
     """What the engine gave back, in the order of the prompts."""
 
-    prompts: list[Prompt]
+    prompts: list[NamedPrompt]
     results: list[RequestOutput]
     seconds: float
 
@@ -94,7 +95,7 @@ def generate(
     params = sampling.params(n=n, logprobs=logprobs)
     engine_config, drafter_config = engine.config(backend.backend), drafter.config()
     vllm = backend.vllm_options(engine)
-    good, failures = read_prompts(prompts or [], prompts_file)
+    good, failures = given_prompts(prompts or [], prompts_file)
     _report(failures)
 
     # 2. What the engine would refuse is set aside, the rest is answered.
@@ -152,7 +153,7 @@ def _print_texts(run: BatchResult, *, headers: bool) -> None:
 
 def prepare_jobs(
     llm: Backend,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[NamedPrompt],
     params: SamplingParams,
     *,
     system: str | None,
@@ -234,7 +235,7 @@ def _logprob(entry: Logprob) -> dict[str, Any]:
 
 
 def _request(
-    llm: Backend, prompt: Prompt, *, system: str | None, raw: bool
+    llm: Backend, prompt: NamedPrompt, *, system: str | None, raw: bool
 ) -> str | dict[str, Any]:
     if raw or not llm.get_tokenizer().chat_template:
         if system is None and isinstance(prompt.content, str):

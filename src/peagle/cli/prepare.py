@@ -178,11 +178,12 @@ def _answers_from(backend: BackendFlags, endpoint: str | None, name: str) -> str
 def _endpoint(
     url: str, model: str, key: str | None, spec: DatasetSpec, concurrency: int
 ) -> AnswerSource:
-    from peagle.prepare.endpoint import Endpoint, EndpointAnswers
+    from peagle.http import Endpoint
+    from peagle.prepare.endpoint import EndpointAnswers
 
     if concurrency < 1:
         raise ConfigError(f"--concurrency {concurrency} is out of range", hint="use >= 1")
-    return EndpointAnswers(Endpoint(url, model, key), spec.params, concurrency)
+    return EndpointAnswers(Endpoint(url, model, key, through_proxy=True), spec.params, concurrency)
 
 
 def _key(variable: str | None) -> str | None:

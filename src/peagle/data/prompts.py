@@ -12,15 +12,17 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from peagle.errors import DataError
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
 KEYS = "use prompt (text), messages (a list) or turns (a list of texts)"
+Message = dict[str, Any]  # {"role": ..., "content": ...}
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors write one
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 
 
@@ -72,7 +74,7 @@ def read_prompts(reference: str, *, split: str = "train", limit: int | None = No
 
 def parse(line: bytes | dict[str, Any]) -> Conversation:
     """One line of a file, or one row of a dataset."""
-    record = _object(line) if isinstance(line, bytes) else line
+    record = read_object(line) if isinstance(line, bytes) else line
     system, turns = _turns(record)
     if not turns or not all(turn.strip() for turn in turns):
         raise DataError("the prompt is empty")
@@ -83,29 +85,52 @@ def parse(line: bytes | dict[str, Any]) -> Conversation:
     return Conversation(name, turns, system, str(record.get("category") or ""))
 
 
-def _object(line: bytes) -> dict[str, Any]:
+def read_text(line: bytes) -> str:
     try:
-        record = json.loads(line.decode("utf-8"))
+        return line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"byte {error.start + 1} is not UTF-8") from None
+        raise DataError(
+            f"byte {error.start + 1} is not UTF-8", hint="convert the text to UTF-8"
+        ) from None
+
+
+def read_object(line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(read_text(line))
+    except DataError:
+        raise
     except (ValueError, RecursionError) as error:
-        raise DataError(f"not valid JSON: {error}") from None
+        raise DataError(f"not valid JSON: {error}", hint="one JSON object per line") from None
     if not isinstance(record, dict):
-        raise DataError("not a JSON object")
+        raise DataError("not a JSON object", hint=KEYS)
     return record
+
+
+def find_prompt(record: Mapping[str, Any]) -> tuple[Literal["prompt", "turns", "messages"], Any]:
+    """The key that holds the prompt, and its value: a text, a list of texts, or a list."""
+    if isinstance(record.get("prompt"), str):
+        return "prompt", record["prompt"]
+    turns = record.get("turns")
+    if isinstance(turns, list) and all(isinstance(turn, str) for turn in turns):
+        return "turns", turns
+    if isinstance(record.get("messages"), list):
+        return "messages", record["messages"]
+    raise DataError(f"no prompt in it: {KEYS}")
+
+
+def with_system(messages: list[Message], system: str | None) -> list[Message]:
+    """The conversation's own system message, if it has one, wins."""
+    if system is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
 
 
 def _turns(record: dict[str, Any]) -> tuple[str | None, tuple[str, ...]]:
     """The system message and the user's turns."""
-    if isinstance(record.get("prompt"), str):
-        return None, (record["prompt"],)
-    turns = record.get("turns")
-    if isinstance(turns, list) and all(isinstance(turn, str) for turn in turns):
-        return None, tuple(turns)
-    messages = record.get("messages")
-    if isinstance(messages, list):
-        return _from_messages(messages)
-    raise DataError(f"no prompt in it: {KEYS}")
+    key, value = find_prompt(record)
+    if key == "messages":
+        return _from_messages(value)
+    return None, (value,) if key == "prompt" else tuple(value)
 
 
 def _from_messages(messages: list[Any]) -> tuple[str | None, tuple[str, ...]]:
@@ -144,13 +169,18 @@ def _file_lines(path: Path) -> Iterator[tuple[str, bytes]]:
     opened = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rb") as file:
-            lines: Iterable[bytes] = file
-            for number, line in enumerate(lines, 1):
-                line = line.removeprefix(b"\xef\xbb\xbf").strip()  # some editors' byte order mark
-                if line:
-                    yield f"{path.name}:{number}", line
+            for number, line in numbered_lines(file):
+                yield f"{path.name}:{number}", line
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path}: {error}") from None
+
+
+def numbered_lines(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank, without their ends."""
+    for number, line in enumerate(lines, 1):
+        line = line.removeprefix(_BYTE_ORDER_MARK).rstrip(b"\r\n")
+        if line.strip():
+            yield number, line
 
 
 def hub_rows(reference: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:

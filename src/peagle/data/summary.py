@@ -29,7 +29,7 @@ def supervised_per_row(dataset: Dataset) -> Tensor:
 
 
 def share(dataset: Dataset, flag: str) -> float:
-    """Of the rows that carry a flag: `looping` or `clipped`."""
+    """The share of rows that carry a flag: `looping` or `clipped`."""
     return round(sum(bool(row[flag]) for row in dataset.info) / len(dataset), 4)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,15 @@ from peagle.engine.answers import PromptAnswers, open_answers
 from peagle.engine.detokenizer import decoder_of
 from peagle.engine.engine import Engine
 from peagle.engine.loading import choose_device, load_engine_target, load_speculation
-from peagle.engine.prompts import (
-    Message,
-    Prompt,
-    PromptReader,
-    TokenizedPrompt,
-    params_for,
-)
+from peagle.engine.offline import OfflineInference
+from peagle.engine.prompts import Message, PromptReader, TokenizedPrompt
 from peagle.engine.request import Request
 from peagle.outputs import RequestOutput
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.statistics import SpecDecodeStats
 
 
-class LLM:
+class LLM(OfflineInference[PromptAnswers]):
     """A target, optionally with a drafter, behind `generate`, `chat` and `stream`.
 
     `speculative_config` takes vLLM's keys; other keywords are those of EngineConfig.
@@ -47,7 +42,7 @@ class LLM:
         self.model_path: Path = resolve_model(model, revision=revision)
         self._tokenizer = load_tokenizer(self.model_path)
         self._decoder = decoder_of(self._tokenizer)
-        self._prompts = PromptReader(self._tokenizer)
+        super().__init__(PromptReader(self._tokenizer))
         target = load_engine_target(self.model_path, config)
         self.engine = Engine(
             target,
@@ -59,30 +54,6 @@ class LLM:
         self._active: dict[Request, PromptAnswers] = {}
         if config.warm_up:
             self.engine.warm_up()
-
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[RequestOutput]:
-        """Answers all prompts, in their order. Raises RequestError before any work if one of
-        them can never be served; see `check_request`."""
-        given = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        params = params_for(given, sampling_params)
-        pairs = [(self._prompts.read(prompt), p) for prompt, p in zip(given, params, strict=True)]
-        for prompt, p in pairs:
-            self.engine.check_request(prompt.token_ids, p)
-        opened: list[PromptAnswers] = []
-        try:
-            for prompt, p in pairs:
-                opened.append(self.add_request(prompt, p))
-            unfinished = {o for o in opened if not o.finished}
-            while unfinished:
-                unfinished.difference_update(a for a in self.step() if a.finished)
-        finally:  # Ctrl-C or a bug must not leave requests behind
-            for answers in opened:
-                self.abort_request(answers)
-        return [o.output() for o in opened]
 
     def chat(
         self,
@@ -100,35 +71,6 @@ class LLM:
             for c in conversations
         ]
         return self.generate(prompts, sampling_params)
-
-    def stream(
-        self,
-        prompt: Prompt | Sequence[Message],
-        sampling_params: SamplingParams | None = None,
-    ) -> Generator[RequestOutput, None, None]:
-        """Yields the growing output of one prompt or conversation after each step that adds to
-        it. Streams may be read side by side; closing one cancels its request."""
-        params = sampling_params or SamplingParams()
-        tokens = self._prompts.read(prompt)
-        self.engine.check_request(tokens.token_ids, params)
-        return self._follow(tokens, params)
-
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        chat_template: str | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """A conversation as a prompt of token ids, ready for an answer."""
-        return self._prompts.render_chat(messages, chat_template=chat_template, kwargs=kwargs)
-
-    def check_request(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
-        """Raises RequestError if this prompt could not be served with these parameters."""
-        self.engine.check_request(self._prompts.read(prompt).token_ids, sampling_params)
-
-    def get_tokenizer(self) -> Any:
-        return self._tokenizer
 
     def close(self) -> None:
         """Nothing to end here: the engine lives in this process. Other backends start some."""
@@ -178,31 +120,18 @@ class LLM:
                 self._forget(answers)
         return list(changed)
 
-    def abort_request(self, answers: PromptAnswers) -> None:
-        for answer in answers.answers:
+    def abort_request(self, request: PromptAnswers) -> None:
+        for answer in request.answers:
             self.engine.abort_request(answer.request)
-        answers.finished = True
-        self._forget(answers)
+        request.finished = True
+        self._forget(request)
+
+    def _check(self, prompt: TokenizedPrompt, params: SamplingParams) -> None:
+        self.engine.check_request(prompt.token_ids, params)
 
     def _forget(self, answers: PromptAnswers) -> None:
         for answer in answers.answers:
             self._active.pop(answer.request, None)
-
-    def _follow(
-        self, prompt: TokenizedPrompt, params: SamplingParams
-    ) -> Generator[RequestOutput, None, None]:
-        # Opened in here: a generator that is closed before its first step runs no `finally`.
-        answers = self.add_request(prompt, params)
-        try:
-            shown = -1
-            while not answers.finished:
-                self.step()
-                if answers.num_output_tokens != shown and not answers.finished:
-                    shown = answers.num_output_tokens
-                    yield answers.output()
-            yield answers.output()
-        finally:
-            self.abort_request(answers)
 
 
 def _speculative_config(

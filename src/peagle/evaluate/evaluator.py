@@ -166,7 +166,8 @@ class Evaluator:
         return chances
 
     def _in_chunks(self, rule: AcceptanceRule, drafted: Drafted) -> Tensor:
-        """In chunks: logits of all elements at once would be the largest tensor of the pass."""
+        """Applies the rule in chunks: logits of all elements at once would be the pass's largest
+        tensor."""
         parts = []
         for start in range(0, len(drafted.labels), self.chunk_rows):
             part = slice(start, start + self.chunk_rows)

@@ -49,7 +49,7 @@ class Pair:
         most = MAX_SPECULATIVE_TOKENS if head.method == "eagle3" else head.max_speculative_tokens
         k = num_speculative_tokens or head.max_speculative_tokens
         if not 1 <= k <= most:
-            raise ConfigError(f"this head drafts no {k} tokens", hint=f"use 1 to {most}")
+            raise ConfigError(f"this head cannot draft {k} tokens", hint=f"use 1 to {most}")
         return k
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from peagle.backends.vllm.backend import VllmBackend
 from peagle.backends.vllm.requests import OpenRequest
@@ -11,6 +13,8 @@ from peagle.engine.engine import Engine
 from peagle.engine.prompts import TokenizedPrompt
 from peagle.engine.request import Request
 from peagle.sampling_params import SamplingParams
+
+_Open = TypeVar("_Open")  # a question's request, as the engine knows it
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,65 +45,76 @@ class AnswerSource(Protocol):
     def close(self) -> None: ...
 
 
-class EmbeddedAnswers:
-    """The embedded engine, kept full: more wait than run, so a free place is taken at once."""
+class EngineAnswers(Generic[_Open]):
+    """Questions in flight in an engine of this process, which is kept full: more wait than run,
+    so a free place is taken at once."""
+
+    def __init__(self, params: SamplingParams, max_num_seqs: int) -> None:
+        self.params = params
+        self.capacity = 2 * max_num_seqs
+        self.asked: dict[_Open, Question] = {}
+
+    def add(self, question: Question) -> _Open:
+        raise NotImplementedError
+
+    def step(self) -> Iterable[tuple[_Open, TargetAnswer]]:
+        """Advances the engine; -> what finished."""
+        raise NotImplementedError
+
+    def submit(self, question: Question) -> None:
+        self.asked[self.add(question)] = question
+
+    def collect(self) -> list[tuple[Question, TargetAnswer]]:
+        done: list[tuple[Question, TargetAnswer]] = []
+        while self.asked and not done:
+            done = [(self.asked.pop(opened), answer) for opened, answer in self.step()]
+        return done
+
+
+class EmbeddedAnswers(EngineAnswers[Request]):
+    """Answers from the embedded engine."""
 
     def __init__(self, engine: Engine, params: SamplingParams) -> None:
-        self.engine, self.params = engine, params
-        self.capacity = 2 * engine.scheduler.max_num_seqs
-        self._asked: dict[Request, Question] = {}
-        self._count = 0
+        super().__init__(params, engine.scheduler.max_num_seqs)
+        self.engine = engine
+        self._numbers = itertools.count()
 
-    def submit(self, question: Question) -> None:
-        request = self.engine.add_request(
-            str(self._count), question.prompt_token_ids, self.params, seed=question.seed
+    def add(self, question: Question) -> Request:
+        name = str(next(self._numbers))
+        return self.engine.add_request(
+            name, question.prompt_token_ids, self.params, seed=question.seed
         )
-        self._asked[request] = question
-        self._count += 1
 
-    def collect(self) -> list[tuple[Question, TargetAnswer]]:
-        done: list[tuple[Question, TargetAnswer]] = []
-        while self._asked and not done:
-            for request in {new.request: None for new in self.engine.step()}:
-                if request.finish_reason is not None:
-                    done.append((self._asked.pop(request), _answer(request)))
-        return done
+    def step(self) -> Iterator[tuple[Request, TargetAnswer]]:
+        for request in {new.request: None for new in self.engine.step()}:
+            if request.finish_reason is not None:
+                clipped = request.finish_reason == "length"
+                yield request, TargetAnswer(request.output_token_ids, clipped, request.error)
 
     def close(self) -> None:
-        for request in self._asked:
+        for request in self.asked:
             self.engine.abort_request(request)
-        self._asked.clear()
+        self.asked.clear()
 
 
-class VllmAnswers:
-    """vLLM in this process, kept as full as the embedded engine."""
+class VllmAnswers(EngineAnswers[OpenRequest]):
+    """Answers from vLLM in this process."""
 
     def __init__(self, backend: VllmBackend, params: SamplingParams) -> None:
-        self.backend, self.params = backend, params
-        self.capacity = 2 * backend.max_num_seqs
-        self._asked: dict[OpenRequest, Question] = {}
+        super().__init__(params, backend.max_num_seqs)
+        self.backend = backend
 
-    def submit(self, question: Question) -> None:
+    def add(self, question: Question) -> OpenRequest:
         prompt = TokenizedPrompt(None, question.prompt_token_ids)
-        params = replace(self.params, seed=question.seed)
-        self._asked[self.backend.add_request(prompt, params)] = question
+        return self.backend.add_request(prompt, replace(self.params, seed=question.seed))
 
-    def collect(self) -> list[tuple[Question, TargetAnswer]]:
-        done: list[tuple[Question, TargetAnswer]] = []
-        while self._asked and not done:
-            for request in self.backend.step():
-                if request.finished:
-                    answer = request.output().outputs[0]
-                    clipped = answer.finish_reason == "length"
-                    given = TargetAnswer(answer.token_ids, clipped, answer.error)
-                    done.append((self._asked.pop(request), given))
-        return done
+    def step(self) -> Iterator[tuple[OpenRequest, TargetAnswer]]:
+        for request in self.backend.step():
+            if request.finished:
+                answer = request.output().outputs[0]
+                clipped = answer.finish_reason == "length"
+                yield request, TargetAnswer(answer.token_ids, clipped, answer.error)
 
     def close(self) -> None:
-        self._asked.clear()
+        self.asked.clear()
         self.backend.close()
-
-
-def _answer(request: Request) -> TargetAnswer:
-    clipped = request.finish_reason == "length"
-    return TargetAnswer(request.output_token_ids, clipped, request.error)

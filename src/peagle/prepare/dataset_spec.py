@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.data.chat import template_fingerprint, tokenizer_fingerprint
+from peagle.data.fingerprints import template_fingerprint, tokenizer_fingerprint
 from peagle.errors import DataError
 from peagle.prepare.dialogue import DialogueOptions, Renderer, chat_renderer, raw_renderer
 from peagle.sampling_params import SamplingParams

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.data.chat import Message, chat_token_ids
 from peagle.data.dataset import Row
-from peagle.data.prompts import Conversation
+from peagle.data.prompts import Conversation, Message, with_system
+from peagle.engine.prompts import PromptReader
 from peagle.errors import DataError
 from peagle.prepare.answers import Question, TargetAnswer
 from peagle.speculation.looping import loop_start
@@ -25,11 +25,11 @@ Renderer = Callable[[list[Message]], list[int]]
 
 def chat_renderer(tokenizer: Any, system: str | None = None) -> Renderer:
     """`system` is for conversations that bring no system message of their own."""
+    reader = PromptReader(tokenizer)
 
     def render(messages: list[Message]) -> list[int]:
-        own = messages[0]["role"] == "system"
-        first: list[Message] = [] if own or system is None else [_message("system", system)]
-        return chat_token_ids(tokenizer, first + messages)
+        ids: list[int] = reader.render_chat(with_system(messages, system))["prompt_token_ids"]
+        return ids
 
     return render
 

@@ -6,47 +6,23 @@ Prompts go as token ids, so no second tokenizer or template can disagree with ou
 
 from __future__ import annotations
 
-import http.client
 import json
-import time
-import urllib.error
-import urllib.request
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
-from peagle.errors import ConfigError, DataError
+from peagle.errors import DataError
+from peagle.http import Endpoint, HttpClient, RefusedError, ServerError, retrying
 from peagle.prepare.answers import Question, TargetAnswer
 from peagle.sampling_params import SamplingParams
 
-NO_USE_TRYING_AGAIN = (401, 403, 404, 405)  # the same for every question
+PATH = "/v1/completions"
 NO_IDS = "vLLM 0.10.2 or newer returns token ids (return_token_ids)"
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    url: str  # with or without /v1
-    model: str
-    api_key: str | None = None
-    retries: int = 5
-    timeout: float = 600.0  # seconds for one answer
-    first_wait: float = 1.0  # seconds before the first retry; doubled each time
-
-    def __post_init__(self) -> None:
-        if urlsplit(self.url).scheme not in ("http", "https"):
-            raise ConfigError(
-                f"endpoint {self.url!r} is not an address", hint="write http://HOST:PORT"
-            )
-
-    @property
-    def completions_url(self) -> str:
-        return f"{self.url.rstrip('/').removesuffix('/v1')}/v1/completions"
 
 
 class EndpointAnswers:
     def __init__(self, endpoint: Endpoint, params: SamplingParams, concurrency: int) -> None:
         self.endpoint, self.params, self.capacity = endpoint, params, concurrency
+        self._http = HttpClient(endpoint)
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="endpoint")
         self._asked: dict[Future[TargetAnswer], Question] = {}
 
@@ -63,38 +39,19 @@ class EndpointAnswers:
     def _ask(self, question: Question) -> TargetAnswer:
         """A question that the endpoint refuses is an answer with an error; an endpoint that
         cannot be reached ends the run, or a broken network would fail every row."""
-        pause = self.endpoint.first_wait
-        for attempt in range(self.endpoint.retries + 1):
-            try:
-                return read_answer(self._post(question))
-            except urllib.error.HTTPError as error:
-                reason = f"HTTP {error.code}: {_message(error)}"
-                if error.code in NO_USE_TRYING_AGAIN:
-                    raise self._gone(reason) from None
-                if error.code < 500 and error.code != 429:
-                    return TargetAnswer([], error=reason)
-            except (OSError, http.client.HTTPException) as error:
-                reason = str(getattr(error, "reason", "") or error) or type(error).__name__
-            if attempt < self.endpoint.retries:
-                time.sleep(pause)
-                pause *= 2
-        raise self._gone(reason)
+        try:
+            content = retrying(lambda: self._http.post(PATH, self._body(question)), self.endpoint)
+        except ServerError as error:
+            if isinstance(error, RefusedError) and not (error.is_fatal or error.is_temporary):
+                return TargetAnswer([], error=str(error))
+            raise self._gone(error) from None
+        return read_answer(content)
 
-    def _gone(self, reason: str) -> DataError:
+    def _gone(self, reason: ServerError) -> DataError:
         return DataError(
-            f"{self.endpoint.completions_url} gives no answers: {reason}",
+            f"{self.endpoint.base_url}{PATH} gives no answers: {reason}",
             hint="check --endpoint and --endpoint-model; the same command goes on where this ended",
         )
-
-    def _post(self, question: Question) -> bytes:
-        headers = {"Content-Type": "application/json"}
-        if self.endpoint.api_key:
-            headers["Authorization"] = f"Bearer {self.endpoint.api_key}"
-        body = json.dumps(self._body(question)).encode()
-        request = urllib.request.Request(self.endpoint.completions_url, body, headers)
-        with urllib.request.urlopen(request, timeout=self.endpoint.timeout) as response:
-            content: bytes = response.read()
-            return content
 
     def _body(self, question: Question) -> dict[str, Any]:
         params = self.params
@@ -121,13 +78,3 @@ def read_answer(content: bytes) -> TargetAnswer:
     if not token_ids:
         return TargetAnswer([], error="the endpoint's answer is empty")
     return TargetAnswer(token_ids, clipped=choice.get("finish_reason") == "length")
-
-
-def _message(error: urllib.error.HTTPError) -> str:
-    """The `message` of an OpenAI error, or the start of whatever came."""
-    content = error.read()[:2000]
-    try:
-        document = json.loads(content)
-        return str(document.get("error", document).get("message", document))[:200]
-    except (ValueError, AttributeError):
-        return content.decode("utf-8", "replace")[:200]

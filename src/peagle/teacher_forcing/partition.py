@@ -214,7 +214,7 @@ def balanced_boundaries(row: PackedRow, counts: Tensor, num_segments: int) -> li
 
 
 def boundaries_under(row: PackedRow, counts: Tensor, max_rows: int) -> list[int]:
-    """As few segments as possible, none above `max_rows` rows where that can be."""
+    """Boundaries of as few segments as possible, none above `max_rows` rows where that can be."""
     return _SegmentRows(row, counts).fill(max_rows)
 
 

@@ -111,7 +111,7 @@ def _synchronise(device: torch.device) -> None:
 
 
 def _peak_memory(device: torch.device) -> float:
-    """Of the GPU's tensors; on CPU of the whole process, Python and libraries included."""
+    """The peak of the GPU's tensors; on a CPU that of the whole process with its libraries."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30

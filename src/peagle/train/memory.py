@@ -51,7 +51,7 @@ class Pass(NamedTuple):
 
 
 def footprint(inputs: Inputs, num_gpus: int = 1, device: DeviceType = "cuda") -> Footprint:
-    """For a run on `num_gpus`, wherever this is computed; the largest moment of a step."""
+    """What a run on `num_gpus` takes at the largest moment of a step, wherever this is computed."""
     recipe, config = inputs.recipe, inputs.head
     itemsize = 2 if device == "cuda" else 4
     compiled = device == "cuda" and recipe.run.compile
@@ -158,7 +158,7 @@ def dense_mask_bytes(config: HeadConfig, rows: int, recipe: Recipe) -> int:
 def rows_that_fit(
     inputs: Inputs, network: EagleNetwork, taken: int, budget: int, itemsize: int, *, compiled: bool
 ) -> int:
-    """For `partitions: auto`: rows of one segment. `taken` bytes are the target's."""
+    """How many rows a segment has with `partitions: auto`. `taken` bytes are the target's."""
     recipe, config = inputs.recipe, network.config
     fixed = taken + fixed_bytes(
         network, recipe.data.tokens_per_row, recipe.loss.chunk_rows, itemsize, compiled=compiled

@@ -53,7 +53,7 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class VllmSection:
-    """For `data.features: vllm`: the target runs there and hands its hidden states over."""
+    """Read with `data.features: vllm`: the target runs there and hands its hidden states over."""
 
     endpoint: str | None = None  # a server that shares a file system with us; None: we start one
     # Where states pass through: deleted when read. None: as the server says; for our own, memory
@@ -145,7 +145,9 @@ class Recipe:
             )
         self._check_counts()
         if not 0.0 < self.cod.retention <= 1.0:
-            raise ConfigError(f"cod.retention={self.cod.retention} is out of range", hint="0..1")
+            raise ConfigError(
+                f"cod.retention={self.cod.retention} is out of range", hint="use a share in (0, 1]"
+            )
         if self.data.features == "vllm" and self.head.copy_target_layers:
             raise ConfigError(
                 "head.copy_target_layers needs the target's layers, which vLLM keeps to itself",
@@ -171,7 +173,7 @@ class Recipe:
                 if getattr(getattr(self, section), name) < 1:
                     raise ConfigError(f"{section}.{name} must be at least 1")
         if self.run.partitions != "auto" and self.run.partitions < 1:
-            raise ConfigError("run.partitions must be at least 1", hint="or auto")
+            raise ConfigError("run.partitions must be at least 1", hint="use 1 or more, or auto")
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -215,7 +217,7 @@ def recipe_from(options: Mapping[str, Any]) -> Recipe:
 
 
 def vllm_section(pairs: Sequence[str]) -> VllmSection:
-    """From `key=value` alone, for a command without a recipe."""
+    """The section from `key=value` alone, for a command without a recipe."""
     values = {}
     for pair in pairs:
         key, _, value = pair.partition("=")

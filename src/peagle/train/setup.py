@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from peagle.checkpoints.references import resolve_model
 from peagle.checkpoints.targets import load_layerless, load_target
+from peagle.config import EngineConfig
 from peagle.data.dataset import Dataset
+from peagle.engine.loading import choose_device
 from peagle.errors import ConfigError
 from peagle.evaluate.evaluator import Evaluator
 from peagle.models.eagle import EagleNetwork
@@ -110,16 +112,12 @@ def put_together(inputs: Inputs, target: TargetModel) -> Setup:
 def pick_device(name: str) -> torch.device:
     """Under torchrun each process takes the GPU of its local rank, unless one is named."""
     try:
-        device = None if name == "auto" else torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"run.device={name!r} is unknown", hint="use cpu or cuda") from None
-    if device is not None and device.type != "cuda":
+        device = choose_device(EngineConfig(device=name))
+    except ConfigError as error:
+        raise ConfigError(f"run.{error.message}", hint=error.hint) from None
+    if device.type != "cuda":
         return device
-    if not torch.cuda.is_available():
-        if device is not None:
-            raise ConfigError(f"run.device={name}, but torch sees no GPU", hint="run.device=cpu")
-        return torch.device("cpu")
-    if device is None or device.index is None:
+    if device.index is None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from peagle.bench.run.driver import Load, Outcome, drive
-from peagle.bench.run.endpoint import Endpoint, find_model
-from peagle.bench.run.endpoint_client import EndpointClient
+from peagle.bench.run.endpoint_client import EndpointClient, find_model
 from peagle.bench.run.measure import measure
 from peagle.bench.run.null_backend import NullTokenizer
 from peagle.bench.run.server_metrics import difference, parse_metrics
 from peagle.bench.workloads.workload import Task
 from peagle.errors import BackendError, ConfigError
+from peagle.http import Endpoint
 from peagle.sampling_params import SamplingParams
 
 from .sse_server import Behaviour, serving

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peagle.backends.vllm.drafting import Drafting, Export, plan_drafting, with_released_head
+from peagle.backends.vllm.drafting import Export, VllmDrafter, plan_drafting, with_released_head
 from peagle.backends.vllm.models import find_target
 from peagle.backends.vllm.options import VllmOptions
 from peagle.backends.vllm.released import ReleasedModel, find_released
@@ -75,7 +75,7 @@ def engine_arguments(
     )
 
 
-def _prepare_head(drafting: Drafting, target: Path) -> None:
+def _prepare_head(drafting: VllmDrafter, target: Path) -> None:
     """Exports a native head; checks another that lies on this machine."""
     if drafting.export is not None:
         drafting.export.run()
@@ -133,7 +133,7 @@ def _given(drafter: SpeculativeConfig | None) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _with_room(options: VllmOptions, drafting: Drafting | None) -> VllmOptions:
+def _with_room(options: VllmOptions, drafting: VllmDrafter | None) -> VllmOptions:
     """A step's budget must hold every request's drafter rows, or some requests wait."""
     if drafting is None or drafting.rows_per_request is None:
         return options
@@ -142,7 +142,7 @@ def _with_room(options: VllmOptions, drafting: Drafting | None) -> VllmOptions:
     return options if needed <= budget else replace(options, max_num_batched_tokens=needed)
 
 
-def _keywords(folder: Path, options: VllmOptions, drafting: Drafting | None) -> dict[str, Any]:
+def _keywords(folder: Path, options: VllmOptions, drafting: VllmDrafter | None) -> dict[str, Any]:
     keywords: dict[str, Any] = {
         "model": str(folder),
         "max_logprobs": MAX_LOGPROBS,
@@ -155,13 +155,13 @@ def _keywords(folder: Path, options: VllmOptions, drafting: Drafting | None) -> 
     return keywords
 
 
-def _method(drafting: Drafting | None) -> str:
+def _method(drafting: VllmDrafter | None) -> str:
     if drafting is None:
         return "none"
     return "p-eagle" if drafting.config.get("parallel_drafting") else str(drafting.config["method"])
 
 
-def _num_tokens(drafting: Drafting | None) -> int:
+def _num_tokens(drafting: VllmDrafter | None) -> int:
     return int(drafting.config["num_speculative_tokens"]) if drafting else 0
 
 
@@ -214,7 +214,7 @@ def _flag_name(word: str) -> str:
     return word.split("=")[0].replace("_", "-")
 
 
-def local_head(drafting: Drafting | None) -> Path | None:
+def local_head(drafting: VllmDrafter | None) -> Path | None:
     """A head on this machine that goes to vLLM as it is."""
     if drafting is None or drafting.export is not None:
         return None
@@ -223,7 +223,7 @@ def local_head(drafting: Drafting | None) -> Path | None:
 
 
 def merge_options(
-    options: VllmOptions, released: ReleasedModel | None, drafting: Drafting | None
+    options: VllmOptions, released: ReleasedModel | None, drafting: VllmDrafter | None
 ) -> VllmOptions:
     """What is given over what the table says, and graphs that fit the drafter's rows."""
     table = released.options if released else VllmOptions()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from peagle.backends.vllm.arguments import engine_arguments
 from peagle.backends.vllm.engine import shut_down, start_engine, verifies_sampled_drafts
@@ -15,21 +13,14 @@ from peagle.backends.vllm.requests import OpenRequest, check_params, vllm_params
 from peagle.backends.vllm.stats import read_counters
 from peagle.checkpoints.references import load_tokenizer
 from peagle.config import EngineConfig, SpeculativeConfig
-from peagle.engine.prompts import (
-    Message,
-    Prompt,
-    PromptReader,
-    TokenizedPrompt,
-    check_tokens,
-    params_for,
-)
+from peagle.engine.offline import OfflineInference
+from peagle.engine.prompts import PromptReader, TokenizedPrompt, check_tokens
 from peagle.errors import BackendError, RequestError
-from peagle.outputs import RequestOutput
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.statistics import SpecDecodeStats
 
 
-class VllmBackend:
+class VllmBackend(OfflineInference[OpenRequest]):
     """One vLLM engine. Prompts are tokenized here, so both backends answer the same token ids."""
 
     num_compiled = 0  # it captures its graphs at the start
@@ -49,66 +40,13 @@ class VllmBackend:
         self.method = arguments.method
         self.num_speculative_tokens = arguments.num_speculative_tokens
         self.stats = SpecDecodeStats()
-        self._prompts = PromptReader(load_tokenizer(self.model_path))
+        super().__init__(PromptReader(load_tokenizer(self.model_path)))
         self._engine = start_engine(arguments.keywords, world_size=arguments.options.world_size)
         self.max_num_seqs: int = self._engine.vllm_config.scheduler_config.max_num_seqs
         config = self._engine.vllm_config.model_config
         self.max_model_len, self._vocab_size = config.max_model_len, config.get_vocab_size()
         self._counter = itertools.count()
         self._active: dict[str, OpenRequest] = {}
-
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[RequestOutput]:
-        """Answers all prompts, in their order. Raises RequestError before any work if one of
-        them can never be served; see `check_request`."""
-        given = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        pairs = [
-            (self._prompts.read(prompt), params)
-            for prompt, params in zip(given, params_for(given, sampling_params), strict=True)
-        ]
-        for prompt, params in pairs:
-            self._check(prompt, params)
-        opened: list[OpenRequest] = []
-        try:
-            for prompt, params in pairs:
-                opened.append(self.add_request(prompt, params))
-            while not all(request.finished for request in opened):
-                self.step()
-        finally:  # Ctrl-C or a bug must not leave requests behind
-            for request in opened:
-                self.abort_request(request)
-        return [request.output() for request in opened]
-
-    def stream(
-        self,
-        prompt: Prompt | Sequence[Message],
-        sampling_params: SamplingParams | None = None,
-    ) -> Generator[RequestOutput, None, None]:
-        """Yields the growing output of one prompt or conversation after each step that adds to
-        it. Streams may be read side by side; closing one cancels its request."""
-        tokens, params = self._prompts.read(prompt), sampling_params or SamplingParams()
-        self._check(tokens, params)
-        return self._follow(tokens, params)
-
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        chat_template: str | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """A conversation as a prompt of token ids, ready for an answer."""
-        return self._prompts.render_chat(messages, chat_template=chat_template, kwargs=kwargs)
-
-    def check_request(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
-        """Raises RequestError if this prompt could not be served with these parameters."""
-        self._check(self._prompts.read(prompt), sampling_params)
-
-    def get_tokenizer(self) -> Any:
-        return self._prompts.tokenizer
 
     def engine_counters(self) -> SpecDecodeStats:
         """vLLM's own totals, which count drafts behind an answer's end as well; see stats.py."""
@@ -165,21 +103,6 @@ class VllmBackend:
     def abort_request(self, request: OpenRequest) -> None:
         if self._active.pop(request.request_id, None) is not None and self._engine is not None:
             self._engine.abort_request([request.request_id])
-
-    def _follow(
-        self, prompt: TokenizedPrompt, params: SamplingParams
-    ) -> Generator[RequestOutput, None, None]:
-        # Opened in here: a generator that is closed before its first step runs no `finally`.
-        request = self.add_request(prompt, params, streamed=True)
-        try:
-            shown = 0
-            while not request.finished:
-                self.step()
-                if request.num_updates != shown:
-                    shown = request.num_updates
-                    yield request.output()
-        finally:
-            self.abort_request(request)
 
     def _check(self, prompt: TokenizedPrompt, params: SamplingParams) -> None:
         k = self.num_speculative_tokens

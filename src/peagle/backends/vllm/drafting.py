@@ -53,7 +53,7 @@ class Export:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drafting:
+class VllmDrafter:
     """The speculative_config, and what it means for other options."""
 
     config: Mapping[str, Any]
@@ -74,7 +74,7 @@ def with_released_head(
 
 def plan_drafting(
     drafter: Mapping[str, Any], target: Target, *, max_model_len: int | None
-) -> Drafting | None:
+) -> VllmDrafter | None:
     """`drafter` has the keys of a speculative_config, ours or vLLM's own, which go through."""
     if not drafter or drafter.get("method") == "none":
         return None
@@ -85,7 +85,7 @@ def plan_drafting(
         )
     by_head = drafter.get("method") in (None, *DRAFTED_BY_HEAD)
     if not by_head:  # n-gram, and what vLLM knows beside
-        return Drafting(config={"num_speculative_tokens": DEFAULT_SPECULATIVE_TOKENS, **drafter})
+        return VllmDrafter(config={"num_speculative_tokens": DEFAULT_SPECULATIVE_TOKENS, **drafter})
     if drafter.get("model") is None:
         raise ConfigError("this kind of speculation needs a head", hint="give --spec-model HEAD")
     return _with_head(drafter, find_head(drafter["model"]), target, max_model_len)
@@ -93,7 +93,7 @@ def plan_drafting(
 
 def _with_head(
     drafter: Mapping[str, Any], head: Head, target: Target, max_model_len: int | None
-) -> Drafting:
+) -> VllmDrafter:
     check_fits(head, target)
     parallel = _kind(drafter, head) == "p-eagle"
     tokens = _tokens(drafter, head)
@@ -104,7 +104,7 @@ def _with_head(
         "num_speculative_tokens": tokens,
         **({"parallel_drafting": True} if parallel else {}),
     }
-    return Drafting(
+    return VllmDrafter(
         config=config | {key: value for key, value in drafter.items() if key not in config},
         # A pass holds the K+1 tokens of the last step, accepted or padding, and K-1 mask rows.
         rows_per_request=2 * tokens if parallel else None,

@@ -86,7 +86,6 @@ class OpenRequest:
     max_model_len: int
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(monotonic()))
     finished: bool = False
-    num_updates: int = 0
     _answers: dict[int, Any] = field(default_factory=dict)  # index -> vLLM's latest output of it
 
     @property
@@ -95,7 +94,6 @@ class OpenRequest:
 
     def take(self, output: Any) -> None:
         """Takes one of vLLM's RequestOutputs; with n > 1 each brings some of the answers."""
-        self.num_updates += 1
         for answer in output.outputs:
             self._answers[answer.index] = answer
         if self.metrics.first_token_time is None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import http.client
 import signal
 import socket
-import urllib.request
 from collections.abc import Callable, Sequence
 from typing import IO
 
 from peagle.backends.vllm.log import last_words
 from peagle.errors import BackendError, ConfigError
+from peagle.http import is_healthy
 from peagle.processes import ServerProcess, StopSignals, running
 
 POLL_SECONDS = 0.5
@@ -59,16 +58,6 @@ def _last_words(process: ServerProcess) -> str:
         return last_words(process.log_tail)
     name = signal.Signals(-code).name
     return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-
-
-def is_healthy(url: str) -> bool:
-    """Asked without a proxy: the server is on this machine, or on one that we named ourselves."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(url, timeout=5.0) as answer:
-            return bool(answer.status == 200)
-    except (OSError, http.client.HTTPException):
-        return False
 
 
 def check_port_is_free(host: str | None, port: int) -> None:

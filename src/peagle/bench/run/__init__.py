@@ -9,7 +9,6 @@ driver           closed and open loop, one clock
 client           the contract between the driver and a client
 backend_client   an engine of this process as a client
 endpoint_client  an OpenAI-compatible server as a client
-endpoint         such a server: where it is, what it serves, one streamed answer
 server_metrics   acceptance from a server's Prometheus page
 sessions         the engines, or the server, that a grid runs on
 null_backend     a backend that computes nothing, which shows what the harness costs

@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from peagle.backends.contract import Backend, OpenPrompt
+from peagle.backends.contract import Backend
 from peagle.bench.run.client import Call, ClientAnswer, Update
 from peagle.bench.workloads.prompter import Prompter
 from peagle.bench.workloads.workload import Task
+from peagle.engine.offline import OpenPrompt
 from peagle.engine.prompts import TokenizedPrompt
 from peagle.errors import RequestError
 

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
-import http.client
+import contextlib
+import json
 import queue
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peagle.bench.run.client import Call, ClientAnswer, Update
-from peagle.bench.run.endpoint import HINT, Endpoint, RefusedError, events, reason
 from peagle.bench.workloads.prompter import messages, random_tokens, raw_text
 from peagle.bench.workloads.workload import Task
 from peagle.errors import BackendError, ConfigError
+from peagle.http import Endpoint, HttpClient, RefusedError, ServerError
+
+HINT = "is the server up? the same command goes on where this ended"
+KNOWS_TOKEN_IDS = ("vllm", "peagle")  # `owned_by` of servers that take vLLM's own keys
+
+
+def find_model(endpoint: Endpoint, wanted: str) -> Endpoint:
+    """The endpoint with the name of its model: `wanted` if it serves that, or its only one."""
+    try:
+        with HttpClient(endpoint) as http:
+            listed = json.loads(http.get("/v1/models"))["data"]
+        owners = {str(entry["id"]): entry.get("owned_by") for entry in listed}
+    except ServerError as error:
+        raise BackendError(f"{endpoint.url} gives no answer: {error}", hint=HINT) from None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise BackendError(
+            f"{endpoint.url} is not an OpenAI-compatible server: /v1/models lists no model",
+            hint="give the address without a path, or with /v1",
+        ) from None
+    name = wanted if wanted in owners else next(iter(owners), "")
+    if not owners or (name != wanted and len(owners) > 1):
+        raise BackendError(
+            f"{endpoint.url} does not serve {wanted!r}",
+            hint=f"give MODEL as the server names it: {', '.join(owners) or 'it serves none'}",
+        )
+    return replace(endpoint, model=name, shows_token_ids=owners[name] in KNOWS_TOKEN_IDS)
 
 
 class EndpointClient:
@@ -22,7 +48,7 @@ class EndpointClient:
         self, endpoint: Endpoint, *, raw: bool = False, seed: int = 0, tokenizer: Any = None
     ) -> None:
         self.endpoint, self.raw, self.seed, self.tokenizer = endpoint, raw, seed, tokenizer
-        self._idle: list[http.client.HTTPConnection] = []  # kept between requests
+        self._http = HttpClient(endpoint)
         self._news: queue.SimpleQueue[Update | BackendError] = queue.SimpleQueue()
         self._cancelled = threading.Event()
 
@@ -66,51 +92,26 @@ class EndpointClient:
         try:
             self._stream(call)
         except RefusedError as error:
-            if error.fatal:
+            if error.is_fatal:
                 self._news.put(self._gone(error))
             else:
                 self._end(
-                    call, 0, ClientAnswer("", 0, error=str(error), refused=error.wrong_request)
+                    call, 0, ClientAnswer("", 0, error=str(error), refused=error.is_wrong_request)
                 )
         except Exception as error:  # a thread's error would vanish and the harness wait for ever
             self._news.put(self._gone(error))
 
     def _stream(self, call: Call) -> None:
         path, prompt = call.prompt
-        body = prompt | self._options(call)
         growing = GrowingAnswer()
-        try:
-            connection = self._idle.pop()
-        except IndexError:
-            connection = self.endpoint.connect()
-        try:
-            self._read(connection, call, path, body, growing)
-        except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
-            if growing.num_tokens:
-                raise
-            # The server may have closed a kept connection while it was idle: try a fresh one.
-            connection = self.endpoint.connect()
-            self._read(connection, call, path, body, growing)
-        self._idle.append(connection)
-        self._end(call, growing.num_tokens, growing.answer())
-
-    def _read(
-        self,
-        connection: http.client.HTTPConnection,
-        call: Call,
-        path: str,
-        body: dict[str, Any],
-        growing: GrowingAnswer,
-    ) -> None:
-        try:
-            for document in events(connection, self.endpoint, path, body):
+        body = prompt | self._options(call)
+        with contextlib.closing(self._http.events(path, body)) as documents:
+            for document in documents:
                 if growing.take(document):
                     self._news.put(Update(call, time.perf_counter(), growing.num_tokens))
                 if self._cancelled.is_set():
                     break
-        except BaseException:
-            connection.close()
-            raise
+        self._end(call, growing.num_tokens, growing.answer())
 
     def _end(self, call: Call, num_shown: int, answer: ClientAnswer) -> None:
         self._news.put(Update(call, time.perf_counter(), num_shown, answer))
@@ -131,7 +132,9 @@ class EndpointClient:
         return options
 
     def _gone(self, error: BaseException) -> BackendError:
-        return BackendError(f"{self.endpoint.url} gives no answer: {reason(error)}", hint=HINT)
+        return BackendError(
+            f"{self.endpoint.url} gives no answer: {str(error) or type(error).__name__}", hint=HINT
+        )
 
 
 @dataclass

@@ -101,7 +101,7 @@ def _difference(
     at: int,
     tokenizer: Any,
 ) -> AnswerDifference:
-    wanted, seen = _at(expected, at), _at(_token_ids(record), at)
+    wanted, seen = token_at(expected, at), token_at(_token_ids(record), at)
     return replace(
         about,
         prompt=record.call.task.id,
@@ -116,7 +116,7 @@ def _difference(
 
 def _query(record: Record, expected: Sequence[int], at: int) -> GapQuery | None:
     """None where one of the answers had ended."""
-    wanted, seen = _at(expected, at), _at(_token_ids(record), at)
+    wanted, seen = token_at(expected, at), token_at(_token_ids(record), at)
     if wanted is None or seen is None:
         return None
     return GapQuery((*record.call.prompt.token_ids, *expected[:at]), wanted, seen)
@@ -137,7 +137,7 @@ def _token_ids(record: Record) -> list[int]:
     return record.answer.token_ids
 
 
-def _at(tokens: Sequence[int], index: int) -> int | None:
+def token_at(tokens: Sequence[int], index: int) -> int | None:
     return tokens[index] if index < len(tokens) else None
 
 

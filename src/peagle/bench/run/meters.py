@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
 
 EVERY_MS = 200
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -61,12 +60,7 @@ class Meters:
                 CLEAR_REFS.write_text("5")  # the kernel forgets the peak so far
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.watch is not None:
             self.gpu_utilization = self.watch.mean(self._begun, time.perf_counter())
         if self.device is not None and self.device.startswith("cuda"):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
 import re
 
 from peagle.backends.vllm.stats import PREFIX
-from peagle.bench.run.endpoint import Endpoint, RefusedError
+from peagle.http import Endpoint, HttpClient, ServerError
 from peagle.speculation.statistics import SpecDecodeStats
 
 _LINE = re.compile(rf"^{PREFIX}(\w+?)_total(?:\{{(.*)\}})? (\S+)$", re.MULTILINE)
@@ -16,8 +15,9 @@ _POSITION = re.compile(r'position="(\d+)"')
 def read_metrics(endpoint: Endpoint) -> SpecDecodeStats | None:
     """The server's totals since it started; None where it shows none."""
     try:
-        return parse_metrics(endpoint.get("/metrics").decode("utf-8", "replace"))
-    except (RefusedError, OSError, http.client.HTTPException):
+        with HttpClient(endpoint) as http:
+            return parse_metrics(http.get("/metrics").decode("utf-8", "replace"))
+    except ServerError:
         return None
 
 

@@ -18,8 +18,7 @@ from peagle.backends.vllm.options import VllmOptions
 from peagle.bench.results.settings import Setting
 from peagle.bench.run.backend_client import BackendClient
 from peagle.bench.run.client import Client
-from peagle.bench.run.endpoint import Endpoint, find_model
-from peagle.bench.run.endpoint_client import EndpointClient
+from peagle.bench.run.endpoint_client import EndpointClient, find_model
 from peagle.bench.run.lossless import GapsOf, KnownGaps
 from peagle.bench.run.plan import EMBEDDED, ENGINE_KEYS, OUR_KEYS, VLLM, VLLM_KEYS, BenchPlan
 from peagle.bench.run.server_metrics import read_metrics
@@ -27,6 +26,7 @@ from peagle.bench.workloads.prompter import Prompter
 from peagle.checkpoints.references import load_tokenizer, resolve_model
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.errors import PeagleError
+from peagle.http import Endpoint
 from peagle.speculation.statistics import SpecDecodeStats
 
 API_KEY = "OPENAI_API_KEY"  # the variable that OpenAI's own client reads

@@ -78,7 +78,8 @@ def write_options(
 
 
 def _written_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """In transformers' present words and in its former ones, which older versions of vLLM read."""
+    """The parameters in transformers' present words, and in the former ones that older versions of
+    vLLM read."""
     written = {"rope_parameters": dict(parameters), "rope_theta": parameters["rope_theta"]}
     if parameters.get("rope_type", "default") != "default":
         written["rope_scaling"] = dict(parameters)

@@ -3,6 +3,5 @@
 capture        states on disk: written by `peagle capture`, read by training
 vllm_features  states from a vLLM server, asked for ahead of the step
 vllm_client    one request for one document, and the file that answers it
-vllm_server    finds room for the files, starts a server and opens its features
-server_guard   ends that server, and deletes its files, when we are gone
+vllm_server    finds room for the files, starts a server that ends with us, and opens its features
 """

@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import http.client
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from peagle.errors import DataError
-from peagle.prepare.endpoint import Endpoint
+from peagle.http import Endpoint, HttpClient, LostError, ServerError, retrying
 
 NO_STATES_HINT = "start vLLM with what `peagle train RECIPE --vllm-command` prints"
 LOCK_PAUSE = 0.01  # seconds
@@ -57,6 +54,7 @@ class StatesClient:
         assert list(layer_ids) == sorted(set(layer_ids)), layer_ids
         self.endpoint, self.layer_ids, self.folder = endpoint, layer_ids, folder
         self.still_alive = still_alive
+        self._http = HttpClient(endpoint)
 
     def __call__(self, token_ids: Tensor) -> DocumentStates:
         answer = self._ask(token_ids.tolist())
@@ -85,26 +83,27 @@ class StatesClient:
             "repetition_penalty": 1.0,  # a model's generation_config.json may set another
             "return_token_ids": True,
         }
-        pause = self.endpoint.first_wait
-        for attempt in range(self.endpoint.retries + 1):
-            try:
-                return _load(self.endpoint.completions_url, self.endpoint.timeout, body)
-            except urllib.error.HTTPError as error:
-                reason = f"HTTP {error.code}: {error.read()[:300].decode('utf-8', 'replace')}"
-                if error.code < 500 and error.code != 429:
-                    raise self._refused(len(token_ids), reason) from None
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                reason = str(error) or type(error).__name__
+        try:
+            return retrying(lambda: self._post(body), self.endpoint, self.still_alive)
+        except ServerError as error:
+            if not error.is_temporary:
+                raise self._refused(len(token_ids), error) from None
             self.still_alive()
-            if attempt < self.endpoint.retries:
-                time.sleep(pause)
-                pause *= 2
-        raise DataError(
-            f"{self.endpoint.url} gives no hidden states: {reason}",
-            hint="see the server's log; `peagle train --resume` goes on from the last checkpoint",
-        )
+            raise DataError(
+                f"{self.endpoint.url} gives no hidden states: {error}",
+                hint="see the server's log; `peagle train --resume` goes on from the last "
+                "checkpoint",
+            ) from None
 
-    def _refused(self, num_tokens: int, reason: str) -> DataError:
+    def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        content = self._http.post("/v1/completions", body)
+        try:
+            document: dict[str, Any] = json.loads(content)
+        except ValueError as error:
+            raise LostError(f"the answer is not JSON: {error}") from None
+        return document
+
+    def _refused(self, num_tokens: int, reason: ServerError) -> DataError:
         return DataError(
             f"vLLM refused a document of {num_tokens} tokens: {reason}",
             hint="its max_model_len must be larger than the longest document",
@@ -127,20 +126,11 @@ class StatesClient:
 
 def served_model(url: str, timeout: float = 30.0) -> ServedModel:
     try:
-        card = _load(f"{url.rstrip('/').removesuffix('/v1')}/v1/models", timeout)["data"][0]
+        with HttpClient(Endpoint(url, timeout=timeout)) as http:
+            card = json.loads(http.get("/v1/models"))["data"][0]
         return ServedModel(card["id"], card["max_model_len"])
-    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+    except (ServerError, ValueError, LookupError, TypeError) as error:
         raise DataError(f"no vLLM server answers at {url}: {error}", hint=NO_STATES_HINT) from None
-
-
-def _load(url: str, timeout: float, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """GET, or POST of a JSON document. No proxy stands between processes that share files."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=timeout) as response:
-        document: dict[str, Any] = json.load(response)
-        return document
 
 
 def folder_name(layer_ids: tuple[int, ...]) -> str:

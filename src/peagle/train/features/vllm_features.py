@@ -117,7 +117,7 @@ def documents(row: PackedRow) -> Iterator[slice]:
 
 
 class Workers:
-    """As ThreadPoolExecutor, which would finish all that waits before Python may exit."""
+    """A pool of threads; ThreadPoolExecutor would finish all that waits before Python may exit."""
 
     def __init__(self, count: int, name: str) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()

@@ -10,25 +10,23 @@ import os
 import shlex
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 
 from peagle.backends.vllm.install import find_vllm
 from peagle.backends.vllm.log import last_words
-from peagle.backends.vllm.server import is_healthy
 from peagle.checkpoints.references import resolve_model
 from peagle.errors import BackendError, ConfigError, DataError, ModelError
+from peagle.http import Endpoint, is_healthy
 from peagle.models.config import DecoderConfig
 from peagle.models.target import TargetModel
-from peagle.prepare.endpoint import Endpoint
-from peagle.train.features import server_guard
+from peagle.processes import GuardedProcess
 from peagle.train.features.vllm_client import StatesClient, folder_name, served_model
 from peagle.train.features.vllm_features import VllmFeatures
 from peagle.train.inputs import read_inputs
@@ -36,7 +34,6 @@ from peagle.train.recipe import Recipe, VllmSection
 
 CPU_CONNECTOR = Path(__file__).parents[2] / "backends" / "vllm_connector"
 START_PAUSE = 0.5  # seconds
-END_TIMEOUT = server_guard.GRACE + 10.0
 MEMORY = Path("/dev/shm")
 USABLE_SHARE = 0.5  # of a folder's free space
 
@@ -107,7 +104,6 @@ def connect(section: VllmSection, need: RequiredStates) -> StatesClient:
 def plan_server(
     section: VllmSection, need: RequiredStates, root: Path, num_requests: int
 ) -> ServerPlan:
-    on_gpu = torch.cuda.is_available() if section.device == "auto" else section.device == "cuda"
     return ServerPlan(
         model=resolve_model(need.model),
         layer_ids=need.layer_ids,
@@ -116,11 +112,15 @@ def plan_server(
         max_positions=need.sizes.max_position_embeddings,
         dtype=str(need.dtype).removeprefix("torch."),
         num_requests=num_requests,
-        on_gpu=on_gpu,
+        on_gpu=runs_on_gpu(section),
         command=section.command or installed_command(),
         args=section.args,
         devices=section.devices,
     )
+
+
+def runs_on_gpu(section: VllmSection) -> bool:
+    return torch.cuda.is_available() if section.device == "auto" else section.device == "cuda"
 
 
 def make_room(section: VllmSection, need: RequiredStates) -> tuple[Path, int]:
@@ -160,8 +160,7 @@ def shell_command(recipe: Recipe) -> str:
         inputs.head.aux_hidden_state_layer_ids,
         int(inputs.dataset.lengths.max()),
     )
-    on_gpu = section.device == "cuda" or (section.device == "auto" and torch.cuda.is_available())
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+    dtype = torch.bfloat16 if runs_on_gpu(section) else torch.float32
     need = RequiredStates(recipe.target.model, inputs.sizes, aux_hidden_states, longest, dtype)
     root = Path(section.folder or MEMORY / "peagle-states")
     return plan_server(section, need, root, section.requests).shell_command()
@@ -244,25 +243,18 @@ class VllmServer:
         self.log = log
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", server_guard.__name__, str(plan.root), *plan.arguments()]
-        command += ["--host=127.0.0.1", f"--port={port}"]
+        words = [*plan.arguments(), "--host=127.0.0.1", f"--port={port}"]
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as output:
-            self._guard = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **plan.variables()},
-                start_new_session=True,  # Ctrl-C is for us: we end it in our own time
-            )
-        self.close = weakref.finalize(self, end, self._guard)
+        with log.open("w") as output:
+            self._process = start(words, output, plan)
+        self.close = weakref.finalize(self, self._process.close)
         self._wait(timeout)
 
     def still_alive(self) -> None:
-        if self._guard.poll() is not None:
+        code = self._process.exit_code
+        if code is not None:
             raise ModelError(
-                f"vLLM ended with {self._guard.returncode}: {last_words(self._log_lines())}",
+                f"vLLM ended with {code}: {last_words(self._log_lines())}",
                 hint=f"its log is {self.log}",
             )
 
@@ -282,14 +274,12 @@ class VllmServer:
             time.sleep(START_PAUSE)
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Closing its input tells the guard to end the server."""
-    assert process.stdin is not None
-    process.stdin.close()
+def start(words: list[str], output: IO[str], plan: ServerPlan) -> GuardedProcess:
     try:
-        process.wait(END_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        process.kill()
+        return GuardedProcess(words, output, variables=plan.variables(), folder=plan.root)
+    except OSError as error:
+        shutil.rmtree(plan.root, ignore_errors=True)
+        raise ModelError(f"cannot start {words[0]}: {error.strerror}") from None
 
 
 def free_port() -> int:
