@@ -20,6 +20,7 @@ sampling_params  how one request is sampled
 outputs          what a caller gets back
 errors           errors that a user can cause
 files            files and folders that are whole or not there
+http             HTTP to model servers: connections, retries, errors
 locking          file locks that do not outlive their holder
 cache            the folder of things that can be made again
 processes        child processes, ended with all their children
