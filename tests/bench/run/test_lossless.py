@@ -143,6 +143,11 @@ def test_answer_cut_at_an_accepted_draft_ends_in_a_draft() -> None:
     assert drafted_flags(one) == [False, True, True]
 
 
+def test_without_a_drafter_nothing_was_drafted_though_two_steps_were_read_at_once() -> None:
+    one = record([1, 2], [2, 3], accepted=[(0, 0), (0, 0), (0, 0)])
+    assert drafted_flags(one) == [False, False, False]
+
+
 def test_samples_hold_the_text_of_each_token() -> None:
     one = record([1, 2], [1, 3], token_ids=[72, 105, 33], accepted=[(0, 0), (2, 1)])
     found = samples([one], NullTokenizer(), workload="w", method="m", num_speculative_tokens=2)

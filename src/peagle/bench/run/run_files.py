@@ -122,6 +122,8 @@ def drafted_flags(record: Record) -> list[bool]:
     for before, after in zip((0, *record.counts), record.counts, strict=False):
         flags += [True] * (after - before - 1) + [False]
     stats = record.answer.stats if record.answer else None
+    if stats is not None and not stats.num_accepted_tokens:
+        return [False] * len(flags)  # a client may read two steps at once
     if flags and stats is not None and stats.num_accepted_tokens > sum(flags):
         flags[-1] = True
     return flags
