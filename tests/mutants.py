@@ -33,10 +33,16 @@ class Mutant(NamedTuple):
         return f"{self.file}: {self.old!r} -> {self.new!r}"
 
 
-VERIFY = "speculation/test_verify_law.py", "speculation/test_verify_rows.py"
-SAMPLING = ("speculation/test_sampling_law.py",)
+VERIFY = "speculation/test_verify_distribution.py", "speculation/test_verify_rows.py"
+SAMPLING = ("speculation/test_sampling_distribution.py",)
 COUNTS = ("speculation/test_acceptance_counts.py",)
-COD = "train/test_cod.py", "train/test_partition.py"
+COD = "train/test_cod.py", "teacher_forcing/test_partition.py"
+PARTITION = ("teacher_forcing/test_partition.py",)
+OPTIMIZER = ("train/test_optimizer.py",)
+LAYOUT = ("checkpoints/test_vllm_layout.py",)
+BLOCKS = ("engine/test_blocks.py",)
+CPU_KERNELS = ("kernels/cpu/test_ops.py",)
+REFERENCE = ("kernels/reference/test_linear.py",)
 SCHEDULER = (
     "engine/test_scheduler.py",
     "engine/test_preemption.py",
@@ -45,6 +51,7 @@ SCHEDULER = (
 )
 
 MUTANTS = (
+    # Verification and sampling.
     Mutant("speculation/verify.py", "& (q > 0), num_drafts)", ", num_drafts)", VERIFY),
     Mutant(
         "speculation/verify.py",
@@ -59,7 +66,7 @@ MUTANTS = (
         "limits - num_tokens - 1",
         "limits - num_tokens",
         (
-            "kernels/test_plain_batch.py",
+            "kernels/reference/test_batch.py",
             "engine/test_stats.py",
             "engine/test_greedy_equals_plain.py",
         ),
@@ -82,12 +89,7 @@ MUTANTS = (
         "reached[num_accepted] += 0",
         COUNTS,
     ),
-    Mutant(
-        "models/masks.py",
-        "key.depth <= query.depth",
-        "key.depth < query.depth",
-        ("train/test_training_masks.py", "train/test_parity_with_serving.py"),
-    ),
+    # The engine.
     Mutant("engine/scheduler.py", "            left //= 2\n", "            pass\n", SCHEDULER),
     Mutant(
         "engine/scheduler.py",
@@ -107,19 +109,102 @@ MUTANTS = (
         "next(iter(self.running.values()))",
         SCHEDULER,
     ),
+    Mutant(
+        "engine/scheduler.py",
+        "request.num_tokens + request.max_drafts + 1",
+        "request.num_tokens",
+        SCHEDULER,
+    ),
+    Mutant(
+        "engine/scheduler.py", "if self._num_preempted == num_preempted:", "if True:", SCHEDULER
+    ),
+    Mutant(
+        "engine/sampler.py",
+        "            slots.by_slot(usable, packing),\n",
+        "            slots.by_slot(usable, packing)[:, :1].expand(-1, depth + 1),\n",
+        ("engine/test_sampler.py",),
+    ),
+    Mutant(
+        "engine/host_sampling.py",
+        "(log_probs[row] > chosen)",
+        "(log_probs[row] >= chosen)",
+        ("engine/test_logprobs.py",),
+    ),
+    Mutant(
+        "engine/block_pools.py",
+        " or (last is not None and wanted in self._unreserved)",
+        "",
+        BLOCKS,
+    ),
+    Mutant("engine/block_pools.py", " and block not in self._reserved", "", BLOCKS),
+    # Kernels.
+    Mutant("kernels/reference/linear.py", ".add(norm.eps)", "", REFERENCE),
+    Mutant("kernels/reference/linear.py", "weight.shape, None, eps)", "weight.shape)", REFERENCE),
+    Mutant("kernels/cpu/ops.c", "highest == -INFINITY ? 0.0f : highest", "highest", CPU_KERNELS),
+    Mutant(
+        "kernels/cpu/ops.c",
+        "load(out + d + i * LANES) * all(kept)",
+        "load(out + d + i * LANES)",
+        CPU_KERNELS,
+    ),
+    # Training.
+    Mutant(
+        "models/masks.py",
+        "key.depth <= query.depth",
+        "key.depth < query.depth",
+        ("teacher_forcing/test_attention.py", "teacher_forcing/test_parity_with_serving.py"),
+    ),
     Mutant("train/cod.py", "torch.minimum(kept, runs)", "kept", COD),
     Mutant("train/cod.py", "(rate**depth).clamp(min=floor)", "rate**depth", COD),
     Mutant(
-        "train/optimizer.py",
-        "p.dim() >= 2]",
-        "p.dim() >= 1]",
-        ("train/test_learning.py", "train/test_resume.py"),
+        "teacher_forcing/partition.py",
+        "next_end = torch.full((n,), n)",
+        "next_end = torch.full((n,), n - 1)",
+        COD,
     ),
     Mutant(
-        "train/optimizer.py",
-        "1.0 - math.cos",
-        "1.0 + math.cos",
-        ("train/test_learning.py", "train/test_recipe.py"),
+        "teacher_forcing/partition.py",
+        "weights=depth_weights[depth[rows]],\n    )\n\n\n",
+        "weights=depth_weights[torch.zeros_like(depth[rows])],\n    )\n\n\n",
+        PARTITION,
+    ),
+    Mutant(
+        "teacher_forcing/partition.py",
+        "weights=depth_weights[depth[rows]],\n    )\n    return",
+        "weights=depth_weights[torch.zeros_like(depth[rows])],\n    )\n    return",
+        PARTITION,
+    ),
+    Mutant("teacher_forcing/partition.py", " and load.fits(middle)", "", PARTITION),
+    Mutant("train/optimizer.py", "p.dim() >= 2]", "p.dim() >= 1]", OPTIMIZER),
+    Mutant("train/optimizer.py", '"weight_decay": 0.0', '"weight_decay": 0.1', OPTIMIZER),
+    Mutant("train/optimizer.py", "betas=options.betas,", "", OPTIMIZER),
+    Mutant("train/optimizer.py", "1.0 - math.cos", "1.0 + math.cos", OPTIMIZER),
+    Mutant("train/optimizer.py", "return progress / options.warmup", "return 1.0", OPTIMIZER),
+    Mutant("train/optimizer.py", "options.final + (1.0 - options.final) * left", "left", OPTIMIZER),
+    Mutant(
+        "train/run_folder.py",
+        'value.to(parameter.device if fused else "cpu")',
+        "torch.zeros_like(value)",
+        ("train/test_resume.py",),
+    ),
+    # What vLLM is told about a head.
+    Mutant(
+        "checkpoints/heads/vllm_layout.py",
+        '"rope_theta": parameters["rope_theta"]}',
+        '"rope_theta": 10000.0}',
+        LAYOUT,
+    ),
+    Mutant(
+        "checkpoints/heads/vllm_layout.py",
+        'written["rope_scaling"] = dict(parameters)',
+        "pass",
+        LAYOUT,
+    ),
+    Mutant(
+        "checkpoints/heads/vllm_layout.py",
+        '"target_hidden_size": config.target_hidden_size',
+        '"target_hidden_size": config.hidden_size',
+        LAYOUT,
     ),
 )
 

@@ -9,7 +9,7 @@ python=$1
 shift
 parts=(tests/models tests/kernels tests/speculation
   tests/engine/test_greedy_equals_plain.py tests/engine/test_independence.py
-  tests/engine/test_cache_after_rejection.py tests/engine/test_kv_cache.py
+  tests/engine/test_cache_after_rejection.py tests/engine/test_kv_cache.py tests/engine/test_trees.py
   --ignore=tests/kernels/gpu --ignore=tests/kernels/cpu/test_library.py)
 options=("$@")
 scratch=$(mktemp -d)

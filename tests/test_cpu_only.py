@@ -53,6 +53,7 @@ atexit.register(lambda: print(*sys.modules, file=sys.stderr))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code", ["import peagle", HELP, ENGINE], ids=["import", "help", "engine on a CPU"]
 )

@@ -56,6 +56,7 @@ def test_plot_shows_the_figures_of_the_result_files(monkeypatch: pytest.MonkeyPa
         assert (ROOT / "docs/images" / name).read_text(encoding="utf-8") == drawing, RENEW
 
 
+@pytest.mark.slow
 def test_command_line_page_shows_the_commands_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     page = script("docs/cli_page.py", monkeypatch)
     assert (ROOT / "docs/cli.md").read_text(encoding="utf-8") == page.cli_page(), RENEW

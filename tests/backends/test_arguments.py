@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from train.tiny_folder import write_head, write_model
 
 from peagle.backends.vllm.arguments import engine_arguments
 from peagle.backends.vllm.options import VllmOptions
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.errors import ConfigError, HeadError
+from tests.tiny.folders import write_head, write_model
 
 ENGINE = EngineConfig(dtype="float32", max_model_len=128, max_num_seqs=8, seed=3)
 

@@ -10,12 +10,12 @@ from typing import Any, get_type_hints
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from train.tiny_folder import write_head, write_model
 
 from peagle.backends.vllm.arguments import VllmCommand, build_command
 from peagle.backends.vllm.options import VllmOptions
 from peagle.backends.vllm.released import released_models
 from peagle.errors import ConfigError, HeadError, ModelError
+from tests.tiny.folders import write_head, write_model
 
 P_EAGLE = {"method": "p-eagle", "model": "org/head"}
 

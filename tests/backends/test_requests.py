@@ -54,7 +54,7 @@ def test_filters_are_refused_with_a_drafter_and_served_without(params: SamplingP
         check_params(params, 5)
 
 
-def test_a_build_that_cannot_judge_sampled_drafts_gets_greedy_requests_alone() -> None:
+def test_a_build_that_cannot_verify_sampled_drafts_gets_greedy_requests_alone() -> None:
     check_params(SamplingParams(temperature=0.0), 5, sampled_drafts=False)
     check_params(SamplingParams(temperature=1.0), 0, sampled_drafts=False)
     with pytest.raises(RequestError, match=r"temperature=1\.0"):
@@ -63,10 +63,7 @@ def test_a_build_that_cannot_judge_sampled_drafts_gets_greedy_requests_alone() -
 
 @pytest.mark.parametrize("asked", [0, 3, 6])
 def test_a_request_cannot_have_a_k_of_its_own(asked: int) -> None:
+    check_params(SamplingParams(num_speculative_tokens=None), 5)
+    check_params(SamplingParams(num_speculative_tokens=5), 5)  # the engine's
     with pytest.raises(RequestError, match=f"num_speculative_tokens={asked}"):
         check_params(SamplingParams(num_speculative_tokens=asked), 5)
-
-
-@pytest.mark.parametrize("asked", [None, 5])
-def test_the_engines_own_k_is_no_wish(asked: int | None) -> None:
-    check_params(SamplingParams(num_speculative_tokens=asked), 5)

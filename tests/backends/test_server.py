@@ -116,6 +116,7 @@ def test_a_program_that_cannot_be_run_is_an_error(tmp_path: Path) -> None:
         serve([str(tmp_path / "no")], health_url=None, log=io.StringIO(), on_ready=lambda: None)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_we_are_killed(fake: Fake) -> None:
     code = (
         "import sys; from peagle.backends.vllm.server import serve\n"

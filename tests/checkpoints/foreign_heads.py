@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from peagle.checkpoints.heads.loading import load_head, save_head
 from peagle.checkpoints.targets import load_target
 from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel
+from tests.tiny.models import UNEVEN
 
 CPU = torch.device("cpu")
 MASK = 57
@@ -33,7 +33,7 @@ def load(folder: Path, target: TargetModel) -> EagleNetwork:
 
 
 def native(folder: Path, target: TargetModel, dtype: torch.dtype | None, **changes: Any) -> Path:
-    save_head(tiny.head(target, **changes), folder, dtype=dtype)
+    save_head(UNEVEN.make_head(target, **changes), folder, dtype=dtype)
     return folder
 
 
@@ -90,7 +90,9 @@ def raw_tensors(target: TargetModel, layers: int = 4, **changes: Any) -> dict[st
     from peagle.checkpoints.weights import split_weights
 
     own = {"has_embed_tokens": True, "has_lm_head": True, "num_hidden_layers": layers}
-    tensors = {n: t.float() for n, t in split_weights(tiny.head(target, **own | changes)).items()}
+    tensors = {
+        n: t.float() for n, t in split_weights(UNEVEN.make_head(target, **own | changes)).items()
+    }
     if "mask_embedding" in tensors:
         tensors["embed_tokens.weight"][MASK] = tensors.pop("mask_embedding")
         tensors["mask_hidden"] = tensors["mask_hidden"].view(1, -1)

@@ -337,6 +337,7 @@ TEXTS = [
 
 
 @pytest.mark.network
+@pytest.mark.slow
 def test_smollm2_is_the_real_model_and_speaks_english() -> None:
     import torch
     from transformers import AutoModelForCausalLM

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from peagle.checkpoints import decoder_configs
@@ -17,18 +16,19 @@ from peagle.checkpoints.decoder_configs import read_decoder_config
 from peagle.checkpoints.references import load_config
 from peagle.errors import ModelError
 from peagle.models.config import DecoderConfig
+from tests.tiny.models import UNEVEN
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
 COMPLETE = {
-    "llama": LlamaConfig(**tiny.SIZES),
-    "llama biases": LlamaConfig(**tiny.SIZES, attention_bias=True, mlp_bias=True),
-    "llama tied": LlamaConfig(**tiny.SIZES | {"tie_word_embeddings": True}),
-    "llama yarn": LlamaConfig(**tiny.SIZES, rope_parameters=YARN),
-    "mistral": MistralConfig(**tiny.SIZES, sliding_window=None),
-    "mistral window": MistralConfig(**tiny.SIZES, sliding_window=7),
-    "qwen2": Qwen2Config(**tiny.SIZES),
-    "qwen3": Qwen3Config(**tiny.SIZES, head_dim=12, attention_bias=True),
+    "llama": LlamaConfig(**UNEVEN.target),
+    "llama biases": LlamaConfig(**UNEVEN.target, attention_bias=True, mlp_bias=True),
+    "llama tied": LlamaConfig(**UNEVEN.target | {"tie_word_embeddings": True}),
+    "llama yarn": LlamaConfig(**UNEVEN.target, rope_parameters=YARN),
+    "mistral": MistralConfig(**UNEVEN.target, sliding_window=None),
+    "mistral window": MistralConfig(**UNEVEN.target, sliding_window=7),
+    "qwen2": Qwen2Config(**UNEVEN.target),
+    "qwen3": Qwen3Config(**UNEVEN.target, head_dim=12, attention_bias=True),
 }
 # As the older versions of transformers wrote them.
 FORMER: dict[str, dict[str, Any]] = {
@@ -75,7 +75,7 @@ def write(folder: Path, options: dict[str, Any]) -> None:
 
 
 def sizes() -> dict[str, Any]:
-    written = LlamaConfig(**tiny.SIZES).to_dict()
+    written = LlamaConfig(**UNEVEN.target).to_dict()
     return {name: written[name] for name in (*decoder_configs.SIZES, "hidden_act")} | {
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,

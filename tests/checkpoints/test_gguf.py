@@ -9,12 +9,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tolerance import near
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from peagle.checkpoints.gguf import _IN_LAYER, _TOP, convert_gguf
 from peagle.checkpoints.references import load_tokenizer
 from peagle.errors import ModelError
+from tests.tolerance import near
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["h e", "l l", "he ll", "hell o", "1 2"]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from peagle.errors import HeadError
 from peagle.models.eagle import EagleNetwork
 from peagle.models.head_config import HeadConfig
 from peagle.models.target import TargetModel
+from tests.tiny.models import UNEVEN
 
 CPU = torch.device("cpu")
 OWN_TABLES = {"has_embed_tokens": True, "has_lm_head": True}
@@ -41,13 +41,13 @@ HEADS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def target() -> TargetModel:
-    return tiny.target(torch.float32)
+    return UNEVEN.make_target(torch.float32)
 
 
 @pytest.fixture
 def folder(target: TargetModel, tmp_path: Path) -> Path:
     """A P-EAGLE head with everything that a head may have."""
-    save_head(tiny.head(target, **OWN_TABLES, **REDUCED), tmp_path / "head")
+    save_head(UNEVEN.make_head(target, **OWN_TABLES, **REDUCED), tmp_path / "head")
     return tmp_path / "head"
 
 
@@ -78,7 +78,7 @@ def change_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_comes_back_bit_for_bit(name: str, target: TargetModel, tmp_path: Path) -> None:
-    saved = tiny.head(target, **HEADS[name])
+    saved = UNEVEN.make_head(target, **HEADS[name])
     save_head(saved, tmp_path / "head")
     loaded = load(tmp_path / "head", target)
     assert loaded.config == saved.config
@@ -145,7 +145,7 @@ def test_d2t_holds_offsets(target: TargetModel, folder: Path) -> None:
 
 
 def test_a_head_saved_in_bfloat16_is_rounded_once(target: TargetModel, tmp_path: Path) -> None:
-    saved = tiny.head(target, **REDUCED)
+    saved = UNEVEN.make_head(target, **REDUCED)
     save_head(saved, tmp_path / "head", dtype=torch.bfloat16)
     stored = load_file(tmp_path / "head/model.safetensors")
     assert {t.dtype for n, t in stored.items() if n != "d2t"} == {torch.bfloat16}
@@ -162,7 +162,7 @@ def test_a_head_loads_in_the_dtype_asked_for(target: TargetModel, folder: Path) 
 
 @pytest.mark.parametrize("name", ["reduced-own-tables", "eagle3"])
 def test_each_tensor_must_be_there(name: str, target: TargetModel, tmp_path: Path) -> None:
-    save_head(tiny.head(target, **HEADS[name]), tmp_path / "head")
+    save_head(UNEVEN.make_head(target, **HEADS[name]), tmp_path / "head")
     file = tmp_path / "head/model.safetensors"
     tensors = {tensor: weight.clone() for tensor, weight in load_file(file).items()}
     for missing in tensors:
@@ -239,7 +239,7 @@ def test_the_largest_ids_are_in_the_vocabulary(target: TargetModel, folder: Path
 def test_a_map_beside_a_whole_vocabulary_must_change_nothing(
     target: TargetModel, tmp_path: Path
 ) -> None:
-    save_head(tiny.head(target), tmp_path / "head")
+    save_head(UNEVEN.make_head(target), tmp_path / "head")
     change_tensors(tmp_path / "head", lambda t: t.update(d2t=torch.zeros(59, dtype=torch.int64)))
     assert load(tmp_path / "head", target).target_ids.tolist() == list(range(59))
     change_tensors(tmp_path / "head", lambda t: t["d2t"].__setitem__(0, 1))
@@ -257,7 +257,7 @@ def test_a_map_beside_a_whole_vocabulary_must_change_nothing(
 def test_a_head_for_another_target_is_refused(
     changes: dict[str, int], named: str, folder: Path
 ) -> None:
-    error = refused(folder, tiny.target(torch.float32, **changes))
+    error = refused(folder, UNEVEN.make_target(torch.float32, **changes))
     assert named in error.message
     assert error.hint
 
@@ -360,7 +360,7 @@ def test_a_crash_while_saving_leaves_nothing_behind(
 
     monkeypatch.setattr(loading.json, "dumps", crash)  # after the weights, before the config
     with pytest.raises(KeyboardInterrupt):
-        save_head(tiny.head(target), tmp_path / "head")
+        save_head(UNEVEN.make_head(target), tmp_path / "head")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -371,13 +371,13 @@ def test_a_crash_while_saving_leaves_the_older_head_whole(
     with monkeypatch.context() as patch:
         patch.setattr(loading.json, "dumps", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            save_head(tiny.head(target, seed=9), folder)
+            save_head(UNEVEN.make_head(target, seed=9), folder)
     assert {f.name: f.read_bytes() for f in folder.iterdir()} == before
     assert list(folder.parent.iterdir()) == [folder]
 
 
 def test_a_newer_head_replaces_the_older(target: TargetModel, folder: Path) -> None:
-    newer = tiny.head(target, "eagle3", seed=9)
+    newer = UNEVEN.make_head(target, "eagle3", seed=9)
     save_head(newer, folder)
     assert load(folder, target).config.method == "eagle3"
     assert sorted(f.name for f in folder.iterdir()) == ["config.json", "model.safetensors"]
@@ -405,8 +405,8 @@ def test_shipped_heads_are_listed_and_found_by_name(
 ) -> None:
     monkeypatch.setattr(references.resources, "files", lambda package: tmp_path)
     assert list_heads() == []
-    save_head(tiny.head(target, "eagle3"), tmp_path / "heads/b")
-    save_head(tiny.head(target), tmp_path / "heads/a")
+    save_head(UNEVEN.make_head(target, "eagle3"), tmp_path / "heads/b")
+    save_head(UNEVEN.make_head(target), tmp_path / "heads/a")
     (tmp_path / "heads/no-head").mkdir()
     a, b = list_heads()
     assert a == ("a", tmp_path / "heads/a", "p-eagle", "tiny", 5)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tolerance import near
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -20,6 +19,7 @@ from transformers import (
 
 from peagle.checkpoints.targets import load_layerless
 from peagle.errors import ModelError
+from tests.tolerance import near
 
 SIZES: dict[str, Any] = {
     "vocab_size": 48,

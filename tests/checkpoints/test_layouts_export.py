@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from engine.conftest import byte_tokenizer
-from foreign_heads import MASK, native, raw_config, raw_tensors, target_of, write
-from models import tiny
 from safetensors.torch import load_file
 
 from peagle.checkpoints.heads import exporting
 from peagle.checkpoints.heads.exporting import choose_mask_token, export_head
 from peagle.errors import HeadError, PeagleError
 from peagle.models.target import TargetModel
+from tests.checkpoints.foreign_heads import MASK, native, raw_config, raw_tensors, target_of, write
+from tests.tiny.folders import byte_tokenizer
+from tests.tiny.models import ROPE, UNEVEN, save_reference
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
-    tiny.save_reference(folder)
+    save_reference(folder)
     return folder
 
 
@@ -58,7 +58,7 @@ def test_vllms_config_leaves_no_default_to_vllm(
         "hidden_act": "silu",
         "max_position_embeddings": 128,
         "rms_norm_eps": 1e-5,
-        "rope_parameters": tiny.ROPE,
+        "rope_parameters": ROPE,
         "rope_theta": 10000.0,
         "attention_bias": False,
         "mlp_bias": False,
@@ -194,7 +194,7 @@ def test_a_narrow_head_without_tables_of_its_own_is_refused(
 def test_a_head_for_another_model_is_refused(target: TargetModel, tmp_path: Path) -> None:
     from transformers import LlamaConfig
 
-    tiny.save_reference(tmp_path / "m", LlamaConfig(**tiny.SIZES | {"vocab_size": 61}))
+    save_reference(tmp_path / "m", LlamaConfig(**UNEVEN.target | {"vocab_size": 61}))
     head = native(tmp_path / "head", target, None)
     with pytest.raises(HeadError, match="vocabulary 59 but the target has 61"):
         export(head, tmp_path / "m", tmp_path / "out")

@@ -10,10 +10,7 @@ import huggingface_hub
 import pytest
 import torch
 import torch.nn.functional as F
-from foreign_heads import AUX_LAYERS, MASK, load, raw_config, raw_tensors, speculators_config, write
-from models import tiny
 from safetensors.torch import save_file
-from tolerance import near
 from torch import Tensor
 
 from peagle.checkpoints.heads.config import read_head_config
@@ -21,13 +18,24 @@ from peagle.checkpoints.heads.references import resolve_head
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.models.p_eagle import PEagleDrafter
 from peagle.models.target import TargetModel
+from tests.checkpoints.foreign_heads import (
+    AUX_LAYERS,
+    MASK,
+    load,
+    raw_config,
+    raw_tensors,
+    speculators_config,
+    write,
+)
+from tests.tiny.models import UNEVEN
+from tests.tolerance import near
 
 EPS = 1e-5
 
 
 @pytest.fixture(scope="module")
 def target() -> TargetModel:
-    return tiny.target(torch.float32)
+    return UNEVEN.make_target(torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_heads import (
+
+from peagle.errors import HeadError
+from peagle.models.target import TargetModel
+from tests.checkpoints.foreign_heads import (
     change_config,
     change_tensors,
     load,
@@ -16,15 +19,12 @@ from foreign_heads import (
     speculators_config,
     write,
 )
-from models import tiny
-
-from peagle.errors import HeadError
-from peagle.models.target import TargetModel
+from tests.tiny.models import UNEVEN
 
 
 @pytest.fixture(scope="module")
 def target() -> TargetModel:
-    return tiny.target(torch.float32)
+    return UNEVEN.make_target(torch.float32)
 
 
 @pytest.fixture

@@ -10,11 +10,8 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from foreign_heads import MASK, load, native, target_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import tiny
-from models.serving import make_texts, serve
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -24,6 +21,9 @@ from peagle.config import SpeculativeConfig
 from peagle.engine.loading import head_drafter
 from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel
+from tests.checkpoints.foreign_heads import MASK, load, native, target_of
+from tests.models.serving import make_texts, serve
+from tests.tiny.models import ROPE, UNEVEN, save_reference
 
 Layout = Literal["vllm", "speculators"]
 LAYOUTS: tuple[Layout, ...] = ("vllm", "speculators")
@@ -40,7 +40,7 @@ YARN = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
-    tiny.save_reference(folder)
+    save_reference(folder)
     return folder
 
 
@@ -70,6 +70,7 @@ def assert_equal(ours: EagleNetwork, theirs: EagleNetwork) -> None:
         assert torch.equal(parameter, found[name]), name
 
 
+@pytest.mark.slow
 @given(
     layout=st.sampled_from(LAYOUTS),
     method=st.sampled_from(("p-eagle", "eagle3")),
@@ -82,7 +83,7 @@ def assert_equal(ours: EagleNetwork, theirs: EagleNetwork) -> None:
             "max_position_embeddings": st.sampled_from((64, 128, 256)),
             "num_speculative_tokens": st.integers(1, 4),
             "max_speculative_tokens": st.integers(4, 9),
-            "rope_parameters": st.sampled_from((tiny.ROPE, YARN)),
+            "rope_parameters": st.sampled_from((ROPE, YARN)),
         }
     ),
 )
@@ -172,7 +173,7 @@ def test_a_head_for_another_target_with_other_rows_is_refused(
 def test_the_rows_of_a_tied_target_are_found(tmp_path: Path) -> None:
     from transformers import LlamaConfig
 
-    tiny.save_reference(tmp_path / "m", LlamaConfig(**tiny.SIZES | {"tie_word_embeddings": True}))
+    save_reference(tmp_path / "m", LlamaConfig(**UNEVEN.target | {"tie_word_embeddings": True}))
     target = target_of(tmp_path / "m")
     head = native(tmp_path / "head", target, None, draft_vocab_size=23)
     out = export(head, tmp_path / "m", tmp_path / "out", "vllm")

@@ -346,6 +346,7 @@ def built_in() -> tuple[Any, Any]:
 
 
 @pytest.mark.network
+@pytest.mark.slow
 def test_the_built_in_tokenizer_agrees_with_transformers() -> None:
     ours, theirs = built_in()
     agree(ours, theirs)
@@ -356,6 +357,7 @@ def test_the_built_in_tokenizer_agrees_with_transformers() -> None:
 
 
 @pytest.mark.network
+@pytest.mark.slow
 @given(st.text(max_size=60))
 def test_the_built_in_tokenizer_agrees_on_any_text(text: str) -> None:
     ours, theirs = built_in()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
@@ -17,8 +16,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 from peagle.checkpoints.targets import eos_token_ids, load_target
 from peagle.errors import ModelError
 from peagle.models.target import TargetModel
+from tests.tiny.models import UNEVEN, save_reference
 
-TIED = LlamaConfig(**tiny.SIZES | {"tie_word_embeddings": True})
+TIED = LlamaConfig(**UNEVEN.target | {"tie_word_embeddings": True})
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> TargetModel:
@@ -46,7 +46,7 @@ def change_config(folder: Path, **changes: Any) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    tiny.save_reference(tmp_path / "model")
+    save_reference(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -67,14 +67,14 @@ def test_weights_lie_column_by_column_on_the_cpu(folder: Path) -> None:
 
 
 def test_tied_tables_are_one_tensor_after_loading(tmp_path: Path) -> None:
-    tiny.save_reference(tmp_path, TIED)
+    save_reference(tmp_path, TIED)
     target = load(tmp_path)
     assert target.lm_head.weight is target.embed_tokens.weight
     assert target.lm_head.weight.data_ptr() == target.embed_tokens.weight.data_ptr()
 
 
 def test_a_needless_copy_of_a_tied_table_is_passed_over(tmp_path: Path) -> None:
-    tiny.save_reference(tmp_path, TIED)
+    save_reference(tmp_path, TIED)
     change_tensors(
         tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
     )
@@ -83,7 +83,7 @@ def test_a_needless_copy_of_a_tied_table_is_passed_over(tmp_path: Path) -> None:
 
 def test_a_tied_table_that_differs_is_refused(tmp_path: Path) -> None:
     """transformers would use it and vLLM would not: whoever guesses is wrong for somebody."""
-    tiny.save_reference(tmp_path, TIED)
+    save_reference(tmp_path, TIED)
     change_tensors(
         tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1})
     )
@@ -94,8 +94,11 @@ def test_a_tied_table_that_differs_is_refused(tmp_path: Path) -> None:
 
 def test_stored_rope_frequencies_are_passed_over(folder: Path) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    before = load(folder)
     change_tensors(folder, lambda t: t.update({name: torch.ones(4)}))
-    load(folder)
+    after = load(folder)
+    assert after.state_dict().keys() == before.state_dict().keys()
+    assert torch.equal(after.rotary.cos, before.rotary.cos)
 
 
 def test_a_missing_tensor_is_named(folder: Path) -> None:

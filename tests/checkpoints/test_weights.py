@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
@@ -17,15 +16,16 @@ from peagle.models.config import DecoderConfig
 from peagle.models.layers import lay_out_for_cpu
 from peagle.models.meta import on_meta
 from peagle.models.target import TargetModel
+from tests.tiny.models import UNEVEN, reference
 
 CPU = torch.device("cpu")
-TIED = LlamaConfig(**tiny.SIZES | {"tie_word_embeddings": True})
-BIASED = Qwen3Config(**tiny.SIZES | {"head_dim": 12, "attention_bias": True})
+TIED = LlamaConfig(**UNEVEN.target | {"tie_word_embeddings": True})
+BIASED = Qwen3Config(**UNEVEN.target | {"head_dim": 12, "attention_bias": True})
 
 
 def empty(config: Any = None) -> TargetModel:
     with torch.device("meta"):
-        return TargetModel(DecoderConfig.from_transformers(config or LlamaConfig(**tiny.SIZES)))
+        return TargetModel(DecoderConfig.from_transformers(config or LlamaConfig(**UNEVEN.target)))
 
 
 def load(module: TargetModel, tensors: Iterable[tuple[str, Tensor]], **changes: Any) -> None:
@@ -36,16 +36,16 @@ def load(module: TargetModel, tensors: Iterable[tuple[str, Tensor]], **changes: 
 def stored(config: Any = None) -> dict[str, Tensor]:
     return {
         name.removeprefix("model."): tensor
-        for name, tensor in tiny.reference(config or LlamaConfig(**tiny.SIZES)).state_dict().items()
+        for name, tensor in reference(config or LlamaConfig(**UNEVEN.target)).state_dict().items()
     }
 
 
-@pytest.mark.parametrize("config", [LlamaConfig(**tiny.SIZES), BIASED], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("config", [LlamaConfig(**UNEVEN.target), BIASED], ids=["llama", "qwen3"])
 def test_stored_names_are_those_of_transformers(config: Any) -> None:
     assert set(parts_of(empty(config))) == set(stored(config))
 
 
-@pytest.mark.parametrize("config", [LlamaConfig(**tiny.SIZES), BIASED], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("config", [LlamaConfig(**UNEVEN.target), BIASED], ids=["llama", "qwen3"])
 def test_splitting_gives_back_what_was_loaded(config: Any) -> None:
     tensors, module = stored(config), empty(config)
     load(module, tensors.items())
@@ -59,7 +59,7 @@ def test_splitting_gives_back_what_was_loaded(config: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("config", [LlamaConfig(**tiny.SIZES), TIED, BIASED])
+@pytest.mark.parametrize("config", [LlamaConfig(**UNEVEN.target), TIED, BIASED])
 def test_weights_are_loaded_in_the_layout_of_the_meta_module(
     config: Any, dtype: torch.dtype
 ) -> None:
@@ -115,7 +115,7 @@ def test_weights_are_cast_as_they_are_loaded(dtype: torch.dtype) -> None:
 
 
 def test_tied_weights_have_one_stored_name_and_stay_tied() -> None:
-    config = LlamaConfig(**tiny.SIZES | {"tie_word_embeddings": True})
+    config = LlamaConfig(**UNEVEN.target | {"tie_word_embeddings": True})
     module = empty(config)
     assert "lm_head.weight" not in parts_of(module)
     tensors = stored(config)

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from train.tiny_folder import write_head, write_model
 
 from peagle.cli import engines
 from peagle.cli.main import main
 from peagle.config import EngineConfig, SpeculativeConfig
+from tests.tiny.folders import write_head, write_model
 
 from .fakes import FakeLLM, Shell
 

@@ -8,15 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bench.made import make_cell, make_lossless, make_results
 
 from peagle.cli.bench import print_results
+from tests.bench.made import make_cell, make_lossless, make_results
 
 from .fakes import Shell
 
 FAST = ("--device", "cpu", "--max-tokens", "6", "--num-prompts", "3", "--repeats", "2")
 
 
+@pytest.mark.slow
 def test_grid_prints_a_table_and_ends_with_json(
     command: Shell, model: str, head: str, prompts: str, tmp_path: Path
 ) -> None:
@@ -107,6 +108,7 @@ def test_failures_are_named_but_not_all(capsys: pytest.CaptureFixture[str]) -> N
     assert "partial: not every run" in out
 
 
+@pytest.mark.slow
 def test_sampled_answers_are_not_compared(
     command: Shell, model: str, prompts: str, tmp_path: Path
 ) -> None:

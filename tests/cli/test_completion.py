@@ -28,6 +28,7 @@ def _complete(line: str) -> tuple[list[str], set[str]]:
     return done.stdout.split(), set(done.stderr.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "offered"),
     [

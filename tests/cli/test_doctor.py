@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.conftest import byte_tokenizer
 from safetensors.torch import load_file, save_file
-from train.tiny_folder import write_head, write_model
 
 from peagle.data.dataset import Dataset, DatasetWriter, Row, read_manifest
 from peagle.doctor import template_frame
+from tests.tiny.folders import byte_tokenizer, write_head, write_model
 
 from .fakes import Shell
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train.tiny_folder import write_head, write_model
 
 from peagle.cli.main import main
 from peagle.engine.llm import LLM
 from peagle.sampling_params import SamplingParams
+from tests.tiny.folders import write_head, write_model
 
 from .fakes import Shell
 
@@ -33,6 +33,7 @@ def engine_figures(model: str, head: str, k: int, prompts: str) -> dict[str, Any
     return llm.stats.as_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_figures_on_prompts_are_those_of_the_engine(
     method: str, command: Shell, model: str, prompts: str, tmp_path: Path
@@ -61,6 +62,7 @@ def test_data_gives_a_table(command: Shell, head: str, data: str) -> None:
     assert "K=3" not in command.out
 
 
+@pytest.mark.slow
 def test_sampled_text_is_verified_both_ways(command: Shell, head: str, prompts: str) -> None:
     sampled = ("--temperature", "0.9", "--top-p", "0.9", "--limit", "3", "--json")
     assert command("evaluate", head, "--prompts", prompts, *sampled, *CPU) == 0

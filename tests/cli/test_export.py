@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from train.tiny_folder import write_head
+
+from tests.tiny.folders import write_head
 
 from .fakes import Shell
 

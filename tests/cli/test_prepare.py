@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from prepare.endpoint_server import completion, serving
 
 from peagle.data.dataset import Dataset, read_manifest
+from tests.prepare.endpoint_server import completion, serving
 
 from .conftest import PREPARE
 from .fakes import Shell

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bench.made import make_cell, make_results, make_samples
 
 from peagle.bench.results.document import save_results
 from peagle.cli.main import main
+from tests.bench.made import make_cell, make_results, make_samples
 
 from .fakes import Shell
 
@@ -20,6 +20,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_report_lies_beside_the_results(shell: Shell, folder: Path) -> None:
     assert shell("report", str(folder)) == 0
     assert shell.out.strip() == str(folder / "report.html")
@@ -27,6 +28,7 @@ def test_the_report_lies_beside_the_results(shell: Shell, folder: Path) -> None:
     assert sorted(p.name for p in folder.iterdir()) == ["report.html", "results.json"]
 
 
+@pytest.mark.slow
 def test_it_goes_where_it_is_told_with_plots_beside_it(shell: Shell, folder: Path) -> None:
     out = folder / "deep" / "page.html"
     results = str(folder / "results.json")

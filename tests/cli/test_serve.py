@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from backends.fake_vllm import free_port, is_running, path_with, write_fake_vllm
+
+from tests.backends.fake_vllm import free_port, is_running, path_with, write_fake_vllm
 
 from .fakes import Shell
 
@@ -165,6 +166,7 @@ class Running:
         return out, err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_server_runs_until_it_is_told_to_stop(tmp_path: Path, number: int, code: int) -> None:
     running = Running(tmp_path)
@@ -180,6 +182,7 @@ def test_a_server_runs_until_it_is_told_to_stop(tmp_path: Path, number: int, cod
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_vllm_dying_at_its_start_is_one_error_with_its_words(tmp_path: Path) -> None:
     running = Running(tmp_path, FAKE_VLLM="dies")
     _, err = running.finish()
@@ -190,6 +193,7 @@ def test_vllm_dying_at_its_start_is_one_error_with_its_words(tmp_path: Path) -> 
     ]
 
 
+@pytest.mark.slow
 def test_a_server_that_only_computes_is_not_asked_for_its_health(tmp_path: Path) -> None:
     running = Running(tmp_path, "--", "--headless")
     running.read_until("INFO starting")

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from bench.made import make_cell, make_results, modelled_grid
 
 from peagle.bench.results.document import save_results
 from peagle.cli.main import main
+from tests.bench.made import make_cell, make_results, modelled_grid
 
 from .fakes import Shell
 

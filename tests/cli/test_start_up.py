@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 REPORT = (
     "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr))\n"
     "from peagle.cli.main import run; run()"
@@ -15,10 +17,9 @@ REPORT = (
 SLOW = ("transformers", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
 
 
-@pytest.mark.parametrize("raw", [[], ["--raw"]], ids=["chat template", "raw"])
-@pytest.mark.parametrize("drafter", ["none", "ngram", "head"])
+@pytest.mark.parametrize(("drafter", "raw"), [("none", []), ("ngram", ["--raw"]), ("head", [])])
 def test_an_answer_needs_neither_transformers_nor_torchs_compiler(
-    raw: list[str], drafter: str, model: str, head: str
+    drafter: str, raw: list[str], model: str, head: str
 ) -> None:
     flags = ["--spec-model", head] if drafter == "head" else ["--spec-method", drafter]
     command = ["generate", model, "Hi", "--max-tokens", "4", *flags, *raw]

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train.tiny_folder import write_head
 
 from peagle.data.dataset import Dataset, DatasetWriter, Row
+from tests.tiny.folders import write_head
 
 from .fakes import Shell
 
@@ -44,6 +44,7 @@ def fails(command: Shell, recipe: Path, *overrides: str) -> str:
     return command.err
 
 
+@pytest.mark.slow
 def test_a_run_shows_progress_and_ends_with_its_head(
     command: Shell, recipe: Path, tmp_path: Path
 ) -> None:
@@ -75,6 +76,7 @@ def test_the_dry_run_computes_measures_and_leaves_no_trace(
     assert command.json["forecast_steps"] == 3
 
 
+@pytest.mark.slow
 def test_the_dry_run_computes_for_gpus_that_are_not_here(command: Shell, recipe: Path) -> None:
     moments = {}
     for gpus in ("1", "4"):

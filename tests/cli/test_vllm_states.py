@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from train.states_server import FakeVllm, serving_states
 
 from peagle.checkpoints.targets import load_target
 from peagle.data.dataset import Dataset
 from peagle.data.packing import pack
 from peagle.train.features.capture import StoredFeatures
+from tests.train.states_server import FakeVllm, serving_states
 
 from .fakes import Shell
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from engine.conftest import byte_tokenizer
-
 from peagle.data.fingerprints import template_fingerprint, tokenizer_fingerprint
+from tests.tiny.folders import byte_tokenizer
 
 
 def test_fingerprints_follow_the_content() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from peagle.data.packing import assign, lay_out
 lengths = st.lists(st.integers(1, 20), min_size=1, max_size=120)
 
 
+@pytest.mark.slow
 @given(lengths, st.integers(20, 64))
 def test_every_document_lies_in_exactly_one_row_that_holds_it(sizes: list[int], room: int) -> None:
     rows = assign(sizes, room)

@@ -5,67 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from peagle.checkpoints.heads.loading import save_head
-from peagle.checkpoints.targets import load_target
 from peagle.engine.llm import LLM
-
-from . import tiny
-
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Every byte is a token, so all but ASCII is split; a few longer tokens, some of which hold
-    a part of a character; one special token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    space, lead = "Ġ", "â"  # how byte-level tokenizers write the bytes 20 and E2
-    merges = [("a", "b"), ("ab", "c"), (space, lead), ("t", "h"), ("th", "e")]
-    tokens = ["<|end|>", *alphabet, *("".join(pair) for pair in merges)]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={token: n for n, token in enumerate(tokens)}, merges=merges)
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|end|>"])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=CHAT_TEMPLATE
-    )
+from tests.tiny.folders import write_head, write_model
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny-model")
-    tokenizer = byte_tokenizer()
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        tiny.llama_config(
-            vocab_size=len(tokenizer),
-            max_position_embeddings=160,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    )
-    for weight in model.parameters():
-        if weight.dim() == 2:
-            torch.nn.init.normal_(weight, 0.0, 0.3)
-    model.save_pretrained(folder)
-    return folder
+    sizes = {"num_hidden_layers": 2, "max_position_embeddings": 160}
+    return write_model(tmp_path_factory.mktemp("tiny-model"), **sizes)
 
 
 @pytest.fixture(scope="session")
 def head_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = load_target(model_folder, dtype=torch.float32, device=torch.device("cpu"))
+    sizes = {"num_hidden_layers": 2, "aux_hidden_state_layer_ids": (0, 1, 2)}
     folder = tmp_path_factory.mktemp("heads") / "p-eagle"
-    save_head(tiny.make_head(target, num_hidden_layers=2, max_speculative_tokens=6), folder)
-    return folder
+    return write_head(folder, model_folder, max_speculative_tokens=6, **sizes)
 
 
 @pytest.fixture(scope="session")

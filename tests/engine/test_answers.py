@@ -11,8 +11,7 @@ from peagle.engine.llm import LLM
 from peagle.engine.prompts import TokenizedPrompt
 from peagle.outputs import CompletionOutput, RequestOutput
 from peagle.sampling_params import SamplingParams
-
-from . import tiny
+from tests.tiny import drafters
 
 NEVER_SAID = "\x00never\x00"
 SAMPLED = SamplingParams(seed=5, max_tokens=24, ignore_eos=True)
@@ -63,7 +62,7 @@ def test_text_read_late_equals_text_read_with_each_token(
 def test_counts_are_cut_with_the_tokens_behind_a_stop_string(scripted_llm: LLM) -> None:
     (whole,) = snapshots(scripted_llm, SAMPLED)[-1:]
     known = whole.prompt_token_ids + whole.outputs[0].token_ids
-    scripted_llm.engine.runner.drafter = tiny.oracle([known])  # a step brings many tokens
+    scripted_llm.engine.runner.drafter = drafters.oracle([known])  # a step brings many tokens
     stop = next(c for c in whole.outputs[0].text[6:] if c.isascii() and c.isprintable())
     for n in (1, 3):
         seen = snapshots(scripted_llm, dataclasses.replace(SAMPLED, n=n, stop=stop))

@@ -16,10 +16,12 @@ from peagle.kernels.reference import best_token
 from peagle.kernels.reference.sampling import SampledTokens
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
+from tests.tiny import engines, naive
+from tests.tiny.engines import both_forms
+from tests.tiny.jobs import Job, prompts
+from tests.tiny.models import SHALLOW, head_drafter
 
-from . import tiny
 from .test_forms_agree import HEADS, MODES, head, jobs_of, target
-from .tiny import Job, both_forms
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=6)
 
@@ -54,46 +56,47 @@ def watch(engine: Engine) -> list[int]:
 @pytest.mark.usefixtures("_any_number_of_rows")
 @pytest.mark.parametrize("name", HEADS)
 def test_every_choice_of_a_greedy_run_is_plain_decodings(name: str) -> None:
-    engine = tiny.make_engine(target(), head(name), 4, static=True)
+    engine = engines.make_engine(target(), head(name), 4, static=True)
     counts, jobs = watch(engine), jobs_of("greedy")
-    tiny.check_naive(target(), tiny.run(engine, jobs), jobs)
+    naive.check(target(), engines.run(engine, jobs), jobs)
     drafts = 4 if HEADS[name].get("method") == "eagle3" else 1
-    assert len(counts) == (drafts + 1) * len(tiny.watched(engine).shapes)
+    assert len(counts) == (drafts + 1) * len(engines.watched(engine).shapes)
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.usefixtures("_any_number_of_rows")
 @pytest.mark.parametrize("mode", [m for m in MODES if m != "greedy"])
 def test_steps_that_sample_keep_their_logits(mode: str, static: bool) -> None:
-    engine = tiny.make_engine(target(), head("p-eagle"), 3, static=static)
+    engine = engines.make_engine(target(), head("p-eagle"), 3, static=static)
     counts, jobs = watch(engine), [job._replace(joins=0) for job in jobs_of(mode)]
-    tiny.check_naive(target(), tiny.run(engine, jobs), jobs)
-    shapes = tiny.watched(engine).shapes
+    naive.check(target(), engines.run(engine, jobs), jobs)
+    shapes = engines.watched(engine).shapes
     assert (counts == []) == all(shape.sampling != "greedy" for shape in shapes)
     assert sum(shape.sampling != "greedy" for shape in shapes) > 3
 
 
 @pytest.mark.usefixtures("_any_number_of_rows")
 def test_rows_whose_logits_the_host_changes_have_some() -> None:
-    engine = tiny.make_engine(target(), None)
+    engine = engines.make_engine(target(), None)
     jobs = [Job([1, 2], dataclasses.replace(SHORT, logit_bias={3: 9.0}))]
     counts = watch(engine)
-    tiny.check_naive(target(), tiny.run(engine, jobs), jobs)
+    naive.check(target(), engines.run(engine, jobs), jobs)
     assert counts == []
 
 
 def test_thirty_two_rows_have_logits_and_more_have_none() -> None:
     """5 to 8 requests at K = 4: 32 rows of drafts, 40 of verification."""
-    jobs = [Job(prompt, SHORT) for prompt in tiny.prompts(7)]
-    engine = tiny.make_engine(target(), head("p-eagle"), 4, static=True)
+    jobs = [Job(prompt, SHORT) for prompt in prompts(7)]
+    engine = engines.make_engine(target(), head("p-eagle"), 4, static=True)
     counts = watch(engine)
-    tiny.check_naive(target(), tiny.run(engine, jobs), jobs)
+    naive.check(target(), engines.run(engine, jobs), jobs)
     assert set(counts) == {40}
 
 
 @cache
 def broken() -> TargetModel:
-    model = tiny.make_target(torch.float64)
+    model = SHALLOW.make_target(torch.float64)
     model.embed_tokens.weight[39] = torch.nan
     return model
 
@@ -102,12 +105,12 @@ def broken() -> TargetModel:
 @pytest.mark.usefixtures("_any_number_of_rows")
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_nan_fails_its_own_request_alone(method: str, static: bool) -> None:
-    drafter = tiny.head_drafter(tiny.make_head(broken(), method, draft_vocab_size=20))
+    drafter = head_drafter(SHALLOW.make_head(broken(), method, draft_vocab_size=20))
     jobs = [Job([1, 2], SHORT), Job([1, 39], SHORT), Job([3, 4], SHORT)]
-    engine = tiny.make_engine(broken(), drafter, 3, static=static)
-    counts, requests = watch(engine), tiny.run(engine, jobs)
+    engine = engines.make_engine(broken(), drafter, 3, static=static)
+    counts, requests = watch(engine), engines.run(engine, jobs)
     assert [r.finish_reason for r in requests] == ["length", "error", "length"]
-    tiny.check_naive(broken(), requests[::2], jobs[::2])
+    naive.check(broken(), requests[::2], jobs[::2])
     assert counts
 
 

@@ -212,6 +212,17 @@ def test_a_table_that_outgrows_its_range_leaves_the_next_ones_alone() -> None:
     assert second.contiguous
 
 
+def test_a_table_without_a_range_takes_the_blocks_behind_its_last_one() -> None:
+    allocator = BlockAllocator(num_blocks=8, block_size=1)
+    first, long = allocator.open_table(2), allocator.open_table(7)
+    assert long.reserved == range(0)  # no free range is that long
+    assert allocator.grow(first, 2)
+    assert allocator.grow(long, 1)
+    allocator.close_table(first)  # blocks before it are free again
+    assert allocator.grow(long, 4)
+    assert long.blocks == [2, 3, 4, 5]
+
+
 def test_a_closed_reservation_can_be_reserved_again() -> None:
     allocator = BlockAllocator(4, 1)
     for _ in range(3):

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tolerance import rounding
 from torch import Tensor
 
 from peagle.engine.engine import Engine
@@ -25,12 +24,14 @@ from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.noise import gumbel_noise
 from peagle.speculation.sampling import SamplingRows, filter_logits, sample
-
-from . import tiny
-from .tiny import Job, both_forms
+from tests.tiny import drafters, engines, naive
+from tests.tiny.engines import both_forms
+from tests.tiny.jobs import Job, prompts
+from tests.tiny.models import SHALLOW, VOCAB, head_drafter
+from tests.tolerance import rounding
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: rounding(terms=48, depth=4)}
-PROMPTS = tiny.prompts(4, seed=8, longest=24)
+PROMPTS = prompts(4, seed=8, longest=24)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=18)
 HEADS: dict[str, dict[str, Any]] = {
     "p-eagle": {"num_hidden_layers": 2},
@@ -59,7 +60,7 @@ class RecordingAttention(MaskedAttention):
 
 @cache
 def target(dtype: torch.dtype = torch.float64) -> TargetModel:
-    return tiny.make_target(dtype)
+    return SHALLOW.make_target(dtype)
 
 
 def jobs() -> list[Job]:
@@ -111,17 +112,20 @@ def check_cache(
         torch.testing.assert_close(kept[:, places], torch.stack(made), rtol=0, atol=tolerance)
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", ["p-eagle", "eagle3"])
 def test_caches_equal_recomputation_after_every_step(
     name: str, dtype: torch.dtype, static: bool
 ) -> None:
-    network = tiny.make_head(target(dtype), **HEADS[name])
+    network = SHALLOW.make_head(target(dtype), **HEADS[name])
     # Right drafts now and then, so that steps accept none, some and all.
-    answers = tiny.known(target(dtype), jobs())
-    drafter = tiny.ScriptedHead(network, tiny.Script(answers, seed=2))
-    engine = tiny.make_engine(target(dtype), drafter, 5, max_num_batched_tokens=24, static=static)
+    answers = naive.known(target(dtype), jobs())
+    drafter = drafters.ScriptedHead(network, drafters.Script(answers, seed=2))
+    engine = engines.make_engine(
+        target(dtype), drafter, 5, max_num_batched_tokens=24, static=static
+    )
     for n, job in enumerate(jobs()):
         engine.add_request(str(n), job.prompt, job.params)
     num_checked = num_prompting = 0
@@ -143,7 +147,7 @@ def naive_drafts(
 ) -> list[int]:
     """Drafts from scratch: all rows in one causal pass, no cache."""
     layers = network.config.aux_hidden_state_layer_ids
-    aux_hidden_states = tiny.naive_aux_hidden_states(model, history[:-1], layers)
+    aux_hidden_states = naive.aux_hidden_states_of(model, history[:-1], layers)
     tokens = torch.tensor(history[1:])
     if network.config.method == "p-eagle":
         embeddings, features = rollout_rows(network, tokens, aux_hidden_states, k - 1)
@@ -174,26 +178,27 @@ def choose(network: EagleNetwork, hidden: Tensor, job: Job, history: list[int], 
     settings = ([p.temperature], [p.top_k], [p.top_p], [p.min_p])
     filtered = filter_logits(logits, SamplingRows(*map(torch.tensor, settings)))
     position = len(history) - len(job.prompt) + depth
-    noise = gumbel_noise(torch.tensor([p.seed]), torch.tensor([position]), tiny.VOCAB)
+    noise = gumbel_noise(torch.tensor([p.seed]), torch.tensor([position]), VOCAB)
     return int(network.target_ids[sample(filtered, noise[:, network.target_ids])])
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("sampled", [False, True])
 def test_drafts_equal_those_of_a_drafter_that_recomputes_everything(
     name: str, sampled: bool, static: bool
 ) -> None:
-    network = tiny.make_head(target(), **HEADS[name])
+    network = SHALLOW.make_head(target(), **HEADS[name])
     modes = [
         SamplingParams(seed=n, temperature=0.8, top_p=0.9, max_tokens=12) if sampled else GREEDY
         for n in range(len(PROMPTS))
     ]
     asked = [Job(p, mode) for p, mode in zip(PROMPTS, modes, strict=True)]
-    answers = tiny.known(target(), asked)
-    engine = tiny.make_engine(
+    answers = naive.known(target(), asked)
+    engine = engines.make_engine(
         target(),
-        tiny.head_drafter(network),
+        head_drafter(network),
         4,
         max_num_batched_tokens=14,
         block_size=2,
@@ -221,11 +226,11 @@ def test_drafts_equal_those_of_a_drafter_that_recomputes_everything(
     assert num_checked > 8
 
 
-class RowCheck(tiny.ScriptedHead):
+class RowCheck(drafters.ScriptedHead):
     """Asserts that the head sees every row once, in order, with its token and aux hidden states."""
 
     def __init__(self, network: EagleNetwork, answers: list[list[int]]) -> None:
-        super().__init__(network, tiny.Script(answers, seed=1))
+        super().__init__(network, drafters.Script(answers, seed=1))
         self.num_seen: dict[Slot, int] = {}
         self.rows = 0
 
@@ -259,7 +264,7 @@ class RowCheck(tiny.ScriptedHead):
             answer = answer_of(self.script.answers, slot)
             assert start == self.num_seen.get(slot, 0)
             assert tokens[item, :count].tolist() == answer[start + 1 : end + 1]
-            expected = tiny.naive_aux_hidden_states(
+            expected = naive.aux_hidden_states_of(
                 self.engine.target, answer[:end], self.aux_hidden_state_layers
             )
             torch.testing.assert_close(
@@ -269,15 +274,16 @@ class RowCheck(tiny.ScriptedHead):
             self.rows += count
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("budget", [3, 8, 64])
 @pytest.mark.parametrize("name", ["p-eagle", "eagle3"])
 def test_the_head_sees_each_row_once_with_its_token_and_aux_hidden_states(
     name: str, budget: int, static: bool
 ) -> None:
-    answers = tiny.known(target(), jobs())
-    drafter = RowCheck(tiny.make_head(target(), **HEADS[name]), answers)
+    answers = naive.known(target(), jobs())
+    drafter = RowCheck(SHALLOW.make_head(target(), **HEADS[name]), answers)
     options = {"max_num_batched_tokens": budget, "max_num_seqs": 3, "block_size": 3}
-    engine = tiny.make_engine(target(), drafter, 5, static=static, **options)
-    tiny.check_naive(target(), tiny.run(engine, jobs()), jobs())
+    engine = engines.make_engine(target(), drafter, 5, static=static, **options)
+    naive.check(target(), engines.run(engine, jobs()), jobs())
     assert drafter.rows > 60

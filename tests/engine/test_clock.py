@@ -10,9 +10,10 @@ import pytest
 from peagle.engine.clock import Clock, Shares, StepMarks
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.statistics import SpecDecodeStats
-
-from . import tiny
-from .tiny import Job, both_forms
+from tests.tiny import engines, naive
+from tests.tiny.engines import both_forms
+from tests.tiny.jobs import Job, prompts
+from tests.tiny.models import SHALLOW, head_drafter
 
 PAUSE = 0.2
 
@@ -20,12 +21,12 @@ PAUSE = 0.2
 @both_forms
 def test_time_between_two_runs_is_nobodys(static: bool) -> None:
     """A request that stops early leaves a step in flight, which the next run must not read."""
-    target, prompt = tiny.make_target(), tiny.prompts(1, seed=3)[0]
-    whole = tiny.naive(target, Job(prompt, SamplingParams(max_tokens=9, temperature=0)))
+    target, prompt = SHALLOW.make_target(), prompts(1, seed=3)[0]
+    whole = naive.answer(target, Job(prompt, SamplingParams(max_tokens=9, temperature=0)))
     stops = SamplingParams(max_tokens=20, temperature=0, stop_token_ids=[whole[3]])
-    engine = tiny.make_engine(target, static=static)
+    engine = engines.make_engine(target, static=static)
     for _ in range(2):
-        (request,) = tiny.run(engine, [Job(prompt, stops)])
+        (request,) = engines.run(engine, [Job(prompt, stops)])
         time.sleep(PAUSE)
     assert request.finish_reason == "stop"
     assert request.stats.other_time < PAUSE / 2
@@ -34,11 +35,11 @@ def test_time_between_two_runs_is_nobodys(static: bool) -> None:
 
 @both_forms
 def test_no_time_is_counted_twice_where_some_requests_need_the_host(static: bool) -> None:
-    target = tiny.make_target()
-    engine = tiny.make_engine(target, tiny.head_drafter(tiny.make_head(target)), 3, static=static)
+    target = SHALLOW.make_target()
+    engine = engines.make_engine(target, head_drafter(SHALLOW.make_head(target)), 3, static=static)
     params = [SamplingParams(temperature=0, max_tokens=20, logprobs=n) for n in (None, 1)]
     began = time.perf_counter()
-    tiny.run(engine, [Job(p, params[n % 2]) for n, p in enumerate(tiny.prompts(4))])
+    engines.run(engine, [Job(p, params[n % 2]) for n, p in enumerate(prompts(4))])
     stats, elapsed = engine.stats, time.perf_counter() - began
     assert stats.draft_time + stats.verify_time + stats.other_time <= elapsed
 

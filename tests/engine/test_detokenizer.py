@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from peagle.engine.detokenizer import Detokenizer, decoder_of
-
-from .conftest import byte_tokenizer
+from tests.tiny.folders import byte_tokenizer
 
 SPECIAL = 1000  # an id that decodes to "<end>" or to nothing
 

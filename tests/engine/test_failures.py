@@ -18,12 +18,13 @@ from peagle.kernels.reference.batch import begin_step, commit
 from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
-
-from . import tiny
-from .tiny import GREEDY, VOCAB, Job, both_forms
+from tests.tiny import drafters, engines, naive
+from tests.tiny.engines import both_forms
+from tests.tiny.jobs import GREEDY, Job, prompts
+from tests.tiny.models import SHALLOW, VOCAB, head_drafter
 
 POISON = 39  # a token whose embedding is NaN in `poisoned`
-PROMPTS = [[t for t in p if t != POISON] or [1] for p in tiny.prompts(4, seed=5)]
+PROMPTS = [[t for t in p if t != POISON] or [1] for p in prompts(4, seed=5)]
 SAMPLED = SamplingParams(seed=2, max_tokens=20, top_p=0.95, ignore_eos=True)
 
 
@@ -38,14 +39,14 @@ class Shy(TargetModel):
 
 @cache
 def poisoned() -> TargetModel:
-    model = tiny.make_target(torch.float64)
+    model = SHALLOW.make_target(torch.float64)
     model.embed_tokens.weight[POISON] = torch.nan
     model.__class__ = Shy
     return model
 
 
 def head(model: TargetModel, method: str = "p-eagle", **changes: Any) -> EagleNetwork:
-    return tiny.make_head(model, method, **changes)
+    return SHALLOW.make_head(model, method, **changes)
 
 
 def jobs() -> list[Job]:
@@ -55,6 +56,7 @@ def jobs() -> list[Job]:
     return [*plain[:-1], Job(PROMPTS[-1], biased)]
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 @pytest.mark.parametrize("method", ["none", "ngram-like", "p-eagle", "eagle3"])
@@ -67,26 +69,26 @@ def test_nan_logits_fail_one_request_and_leave_its_neighbours_alone(
     def engine() -> Engine:
         drafter = {
             "none": lambda: None,
-            "ngram-like": lambda: tiny.mixed(tiny.known(poisoned(), healthy)),
-            "p-eagle": lambda: tiny.head_drafter(head(poisoned(), draft_vocab_size=20)),
-            "eagle3": lambda: tiny.head_drafter(head(poisoned(), "eagle3")),
+            "ngram-like": lambda: drafters.mixed(naive.known(poisoned(), healthy)),
+            "p-eagle": lambda: head_drafter(head(poisoned(), draft_vocab_size=20)),
+            "eagle3": lambda: head_drafter(head(poisoned(), "eagle3")),
         }[method]()
-        return tiny.make_engine(poisoned(), drafter, 3, verification, static=static)
+        return engines.make_engine(poisoned(), drafter, 3, verification, static=static)
 
-    requests = tiny.run(engine(), [*healthy, *sick])
+    requests = engines.run(engine(), [*healthy, *sick])
     assert [r.finish_reason for r in requests] == ["length"] * len(healthy) + ["error"] * 2
     for request in requests[len(healthy) :]:
         assert request.output_token_ids == []
         assert request.error is not None
         assert "NaN" in request.error
     step = 2 if verification == "rejection" and method != "none" else 1  # the greedy ones, or all
-    tiny.check_naive(poisoned(), requests[: len(healthy) : step], healthy[::step])
+    naive.check(poisoned(), requests[: len(healthy) : step], healthy[::step])
     if method != "ngram-like":  # whose drafts come from one stream for all
-        alone = tiny.answers_of(tiny.run(engine(), healthy))
-        assert tiny.answers_of(requests[: len(healthy)]) == alone
+        alone = engines.answers_of(engines.run(engine(), healthy))
+        assert engines.answers_of(requests[: len(healthy)]) == alone
 
 
-class PoisonousScript(tiny.Script):
+class PoisonousScript(drafters.Script):
     """Drafts of a script, but now and then the third is POISON."""
 
     def drafts(self, prompt: Any, num_tokens: int, k: int) -> list[int]:
@@ -94,33 +96,37 @@ class PoisonousScript(tiny.Script):
         return [*tokens[:2], POISON, *tokens[3:]][:k] if num_tokens % 3 == 0 else tokens
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_a_draft_that_breaks_the_target_does_not_fail_the_request(
     method: str, static: bool
 ) -> None:
     """Plain decoding would never have run that token, so nothing may be seen of it."""
-    script = PoisonousScript(tiny.known(poisoned(), jobs()))
-    drafter = tiny.ScriptedHead(head(poisoned(), method), script)
-    requests = tiny.run(tiny.make_engine(poisoned(), drafter, 4, static=static), jobs())
-    tiny.check_naive(poisoned(), requests, jobs())
+    script = PoisonousScript(naive.known(poisoned(), jobs()))
+    drafter = drafters.ScriptedHead(head(poisoned(), method), script)
+    requests = engines.run(engines.make_engine(poisoned(), drafter, 4, static=static), jobs())
+    naive.check(poisoned(), requests, jobs())
     assert [r.finish_reason for r in requests] == ["length"] * 4
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_a_drafter_of_nan_costs_acceptance_alone(
     method: str, verification: Any, static: bool
 ) -> None:
-    model = tiny.make_target(torch.float64)
+    model = SHALLOW.make_target(torch.float64)
     network = head(model, method)
     for weight in network.parameters():
         weight.fill_(torch.nan)
-    drafter = tiny.head_drafter(network)
-    requests = tiny.run(tiny.make_engine(model, drafter, 3, verification, static=static), jobs())
+    drafter = head_drafter(network)
+    requests = engines.run(
+        engines.make_engine(model, drafter, 3, verification, static=static), jobs()
+    )
     step = 1 if verification == "coupled" else 2  # all, or the greedy ones
-    tiny.check_naive(model, requests[::step], jobs()[::step])
+    naive.check(model, requests[::step], jobs()[::step])
     assert [r.finish_reason for r in requests] == ["length"] * 4
     assert all(r.stats.num_drafts > 0 for r in requests)
 
@@ -144,23 +150,23 @@ def test_a_draft_is_never_kept_where_nothing_could_be_chosen() -> None:
 
 @both_forms
 def test_a_request_that_bans_every_token_fails_alone(static: bool) -> None:
-    model = tiny.make_target(torch.float64)
+    model = SHALLOW.make_target(torch.float64)
     everything = [[t] for t in range(VOCAB)]
     for params in (GREEDY, SamplingParams(seed=1, top_p=0.9, top_k=3, max_tokens=5)):
         banned = Job([1, 2], params, bad_word_ids=everything)
         fine = Job([3, 4], GREEDY)
-        first, second = tiny.run(tiny.make_engine(model, static=static), [banned, fine])
+        first, second = engines.run(engines.make_engine(model, static=static), [banned, fine])
         assert (first.finish_reason, first.output_token_ids) == ("error", [])
         assert "every token is banned" in str(first.error)
-        assert second.output_token_ids == tiny.naive(model, fine)
+        assert second.output_token_ids == naive.answer(model, fine)
 
 
 @cache
 def fails_after(num_outputs: int) -> tuple[TargetModel, list[int]]:
     """A target that is NaN once it has read its own output number `num_outputs`."""
-    model, output = tiny.make_target(torch.float64), list[int]()
+    model, output = SHALLOW.make_target(torch.float64), list[int]()
     while len(output) < num_outputs:
-        output.append(int(tiny.naive_logits(model, [1, 2, *output])[-1].argmax()))
+        output.append(int(naive.logits_of(model, [1, 2, *output])[-1].argmax()))
     model.embed_tokens.weight[output[-1]] = torch.nan
     return model, output
 
@@ -174,10 +180,10 @@ def test_nan_in_the_middle_of_an_answer_keeps_what_was_said(
     model, output = fails_after(num_outputs)
     first = output.index(output[-1]) + 1  # that token may have been said before
     job, well = Job([1, 2], GREEDY), Job([3, 4], GREEDY)
-    fine = tiny.make_target(torch.float64)
-    script = tiny.Script([[1, 2, *output], [3, 4, *tiny.naive(fine, well)]], seed=1)
-    drafter = None if method == "none" else tiny.ScriptedHead(head(model, method), script)
-    sick, _ = tiny.run(tiny.make_engine(model, drafter, 4, static=static), [job, well])
+    fine = SHALLOW.make_target(torch.float64)
+    script = drafters.Script([[1, 2, *output], [3, 4, *naive.answer(fine, well)]], seed=1)
+    drafter = None if method == "none" else drafters.ScriptedHead(head(model, method), script)
+    sick, _ = engines.run(engines.make_engine(model, drafter, 4, static=static), [job, well])
     assert sick.output_token_ids == output[:first]
     assert sick.finish_reason == "error"
     assert f"at output {first}" in str(sick.error)
@@ -196,31 +202,31 @@ def test_nan_in_the_middle_of_an_answer_keeps_what_was_said(
 def test_the_engine_refuses_what_it_cannot_serve(
     prompt: list[int], params: dict[str, Any], message: str
 ) -> None:
-    engine = tiny.make_engine(tiny.make_target(), tiny.random_drafts())
+    engine = engines.make_engine(SHALLOW.make_target(), drafters.random_drafts())
     with pytest.raises(RequestError, match=message):
         engine.add_request("bad", prompt, SamplingParams(**params))
     assert not engine.has_unfinished
 
 
 def test_more_drafts_than_the_head_was_trained_for_are_refused() -> None:
-    model = tiny.make_target()
-    drafter = tiny.head_drafter(
-        tiny.make_head(model, max_speculative_tokens=3, num_speculative_tokens=2)
+    model = SHALLOW.make_target()
+    drafter = head_drafter(
+        SHALLOW.make_head(model, max_speculative_tokens=3, num_speculative_tokens=2)
     )
     with pytest.raises(ConfigError, match="use at most 3"):
         Speculation(drafter, 4)
-    engine = tiny.make_engine(model, drafter, 3)
+    engine = engines.make_engine(model, drafter, 3)
     with pytest.raises(RequestError, match="use at most 3"):
         engine.add_request("bad", [1], SamplingParams(num_speculative_tokens=4))
 
 
 def test_a_cache_too_small_for_one_request_is_refused() -> None:
     with pytest.raises(ConfigError, match="raise kv_cache_memory_bytes"):
-        Engine(tiny.make_target(), EngineConfig(kv_cache_memory_bytes=1 << 12))
+        Engine(SHALLOW.make_target(), EngineConfig(kv_cache_memory_bytes=1 << 12))
 
 
 @both_forms
 def test_a_step_without_requests_does_nothing(static: bool) -> None:
-    engine = tiny.make_engine(tiny.make_target(), tiny.random_drafts(), static=static)
+    engine = engines.make_engine(SHALLOW.make_target(), drafters.random_drafts(), static=static)
     assert engine.step() == []
     assert engine.stats.num_steps == 0

@@ -21,9 +21,9 @@ from peagle.models.drafter import Drafter
 from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
-
-from . import tiny
-from .tiny import GREEDY, Job
+from tests.tiny import drafters, engines, naive
+from tests.tiny.jobs import GREEDY, Job, prompts
+from tests.tiny.models import CONTEXT, SHALLOW, VOCAB, head_drafter
 
 HEADS: dict[str, dict[str, Any]] = {
     "p-eagle": {"num_hidden_layers": 1},
@@ -48,29 +48,30 @@ MODES: dict[str, list[SamplingParams]] = {
 
 @cache
 def target() -> TargetModel:
-    return tiny.make_target()
+    return SHALLOW.make_target()
 
 
 @cache
 def network(name: str) -> EagleNetwork:
-    return tiny.make_head(target(), **HEADS[name])
+    return SHALLOW.make_head(target(), **HEADS[name])
 
 
 def head(name: str) -> Drafter:
-    return tiny.head_drafter(network(name))
+    return head_drafter(network(name))
 
 
 def jobs_of(mode: str, seed: int = 0, count: int = 4) -> list[Job]:
-    params, texts = MODES[mode], tiny.prompts(count, seed, longest=24)
+    params, texts = MODES[mode], prompts(count, seed, longest=24)
     return [Job(p, params[n % len(params)], joins=n) for n, p in enumerate(texts)]
 
 
 def check(requests: list[Request], jobs: list[Job], verification: Verification) -> None:
     """By rejection only greedy requests have the tokens of plain decoding."""
     exact = [n for n, job in enumerate(jobs) if verification == "coupled" or job.params.greedy]
-    tiny.check_naive(target(), [requests[n] for n in exact], [jobs[n] for n in exact])
+    naive.check(target(), [requests[n] for n in exact], [jobs[n] for n in exact])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", HEADS)
@@ -79,35 +80,38 @@ def test_a_seed_gives_the_same_tokens_in_both_forms(
 ) -> None:
     k = 1 + list(HEADS).index(name) % 3 * 3  # 1, 4, 7
     jobs = jobs_of(mode)
-    requests, engine = tiny.run_both(target(), head(name), k, jobs, verification)
+    requests, engine = engines.run_both(target(), head(name), k, jobs, verification)
     check(requests, jobs, verification)
     assert engine.stats.num_draft_tokens > 20
-    by_rejection = {shape.by_rejection for shape in tiny.watched(engine).shapes}
+    by_rejection = {shape.by_rejection for shape in engines.watched(engine).shapes}
     assert (True in by_rejection) == (verification == "rejection" and mode != "greedy")
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_plain_decoding_is_the_same_in_both_forms(mode: str) -> None:
     jobs = jobs_of(mode)
-    requests, engine = tiny.run_both(target(), None, 0, jobs)
-    tiny.check_naive(target(), requests, jobs)
-    assert {shape.depth for shape in tiny.watched(engine).shapes} == {0}
+    requests, engine = engines.run_both(target(), None, 0, jobs)
+    naive.check(target(), requests, jobs)
+    assert {shape.depth for shape in engines.watched(engine).shapes} == {0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", range(1, 8))
 @pytest.mark.parametrize("name", ["p-eagle, 2 layers", "eagle3"])
 def test_steps_accept_none_some_and_all_of_their_drafts(name: str, k: int) -> None:
     jobs = jobs_of("mixed", seed=k)
-    drafter = tiny.ScriptedHead(network(name), tiny.Script(tiny.known(target(), jobs), seed=k))
-    requests, engine = tiny.run_both(target(), drafter, k, jobs)
-    tiny.check_naive(target(), requests, jobs)
+    drafter = drafters.ScriptedHead(
+        network(name), drafters.Script(naive.known(target(), jobs), seed=k)
+    )
+    requests, engine = engines.run_both(target(), drafter, k, jobs)
+    naive.check(target(), requests, jobs)
     assert 0.1 < engine.stats.acceptance_rate < 0.9
 
 
 @pytest.mark.parametrize("name", ["p-eagle", "eagle3"])
 def test_drafts_are_accepted_and_refused_at_every_depth_by_rejection(name: str) -> None:
-    jobs = [Job(p, SamplingParams(seed=n, max_tokens=30)) for n, p in enumerate(tiny.prompts(6))]
-    _, engine = tiny.run_both(target(), head(name), 3, jobs, "rejection")
+    jobs = [Job(p, SamplingParams(seed=n, max_tokens=30)) for n, p in enumerate(prompts(6))]
+    _, engine = engines.run_both(target(), head(name), 3, jobs, "rejection")
     drafted = engine.stats.num_draft_tokens_per_pos
     accepted = engine.stats.num_accepted_tokens_per_pos
     assert all(0 < a < d for d, a in zip(drafted, accepted, strict=True))
@@ -120,28 +124,30 @@ def test_requests_may_want_fewer_more_or_no_drafts_than_the_engine(name: str) ->
         job._replace(params=dataclasses.replace(job.params, num_speculative_tokens=depth))
         for job, depth in zip(jobs_of("mixed", seed=4, count=5), depths, strict=True)
     ]
-    drafter = tiny.ScriptedHead(network(name), tiny.Script(tiny.known(target(), jobs)))
-    requests, engine = tiny.run_both(target(), drafter, 3, jobs)
-    tiny.check_naive(target(), requests, jobs)
+    drafter = drafters.ScriptedHead(network(name), drafters.Script(naive.known(target(), jobs)))
+    requests, engine = engines.run_both(target(), drafter, 3, jobs)
+    naive.check(target(), requests, jobs)
     longest = [len(r.stats.num_draft_tokens_per_pos) for r in requests]
     assert longest[:2] + longest[3:] == [0, 2, 3, 5]
     assert longest[2] > 5
-    assert max(shape.depth for shape in tiny.watched(engine).shapes) == 16
+    assert max(shape.depth for shape in engines.watched(engine).shapes) == 16
 
 
 @pytest.mark.parametrize("name", ["p-eagle", "eagle3"])
 def test_depth_may_rise_and_fall_between_steps(name: str) -> None:
     """A shallow step reads the caches that a deep one left."""
     long, short = (SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (30, 3))
-    texts, depths = tiny.prompts(6, seed=9), (1, 7, 2, 7, 0, 5)
+    texts, depths = prompts(6, seed=9), (1, 7, 2, 7, 0, 5)
     jobs = [
         Job(text, dataclasses.replace(short if n else long, num_speculative_tokens=k), joins=3 * n)
         for n, (text, k) in enumerate(zip(texts, depths, strict=True))
     ]
-    drafter = tiny.ScriptedHead(network(name), tiny.Script(tiny.known(target(), jobs), seed=1))
-    requests, engine = tiny.run_both(target(), drafter, 4, jobs)
-    tiny.check_naive(target(), requests, jobs)
-    assert len({shape.depth for shape in tiny.watched(engine).shapes}) > 2
+    drafter = drafters.ScriptedHead(
+        network(name), drafters.Script(naive.known(target(), jobs), seed=1)
+    )
+    requests, engine = engines.run_both(target(), drafter, 4, jobs)
+    naive.check(target(), requests, jobs)
+    assert len({shape.depth for shape in engines.watched(engine).shapes}) > 2
 
 
 @st.composite
@@ -155,13 +161,14 @@ def workloads(draw: st.DrawFn) -> tuple[str, int, list[Job]]:
             seed=rng.randrange(2**63),
             max_tokens=rng.choice((1, 2, 3, 8, 15)),
             num_speculative_tokens=rng.choice([None, None, 0, 1, k]),
-            stop_token_ids=tuple(rng.sample(range(tiny.VOCAB), rng.choice((0, 3)))),
+            stop_token_ids=tuple(rng.sample(range(VOCAB), rng.choice((0, 3)))),
         )
-        prompt = [rng.randrange(tiny.VOCAB) for _ in range(rng.choice((1, 5, 16, 17, 32, 40)))]
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.choice((1, 5, 16, 17, 32, 40)))]
         jobs.append(Job([n, *prompt][: len(prompt)], params, joins=rng.randrange(8)))
     return draw(st.sampled_from(list(HEADS))), k, jobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 @settings(max_examples=12, deadline=None)
 @given(workloads(), st.integers(1, 8), st.sampled_from([1, 3, 4, 16]))
@@ -172,23 +179,25 @@ def test_any_workload_is_the_same_in_both_forms(
     name, k, jobs = work
     drafter = head(name)
     if verification == "coupled":
-        drafter = tiny.ScriptedHead(network(name), tiny.Script(tiny.known(target(), jobs), k))
+        drafter = drafters.ScriptedHead(
+            network(name), drafters.Script(naive.known(target(), jobs), k)
+        )
     options = {"max_num_seqs": seqs, "block_size": block_size}
-    requests, _ = tiny.run_both(target(), drafter, k, jobs, verification, **options)
+    requests, _ = engines.run_both(target(), drafter, k, jobs, verification, **options)
     check(requests, jobs, verification)
 
 
 # --- targets of other shapes: biases, norms of queries and keys, tied tables, windows
 
 SIZES: dict[str, Any] = {
-    "vocab_size": tiny.VOCAB,
+    "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 40,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 1,
     "head_dim": 8,
-    "max_position_embeddings": tiny.CONTEXT,
+    "max_position_embeddings": CONTEXT,
 }
 CONFIGS: dict[str, PretrainedConfig] = {
     "biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
@@ -210,14 +219,15 @@ def build(config: PretrainedConfig) -> TargetModel:
 
 def check_target(model: TargetModel, method: str, **changes: Any) -> None:
     params = (GREEDY, SamplingParams(seed=6, top_p=0.9, max_tokens=15, ignore_eos=True))
-    texts = tiny.prompts(4, seed=3, longest=30)
+    texts = prompts(4, seed=3, longest=30)
     jobs = [Job(p, params[n % 2], joins=n) for n, p in enumerate(texts)]
-    script = tiny.Script(tiny.known(model, jobs), seed=3)
-    drafter = tiny.ScriptedHead(tiny.make_head(model, method, **changes), script)
-    requests, _ = tiny.run_both(model, drafter, 4, jobs, max_num_batched_tokens=64)
-    tiny.check_naive(model, requests, jobs)
+    script = drafters.Script(naive.known(model, jobs), seed=3)
+    drafter = drafters.ScriptedHead(SHALLOW.make_head(model, method, **changes), script)
+    requests, _ = engines.run_both(model, drafter, 4, jobs, max_num_batched_tokens=64)
+    naive.check(model, requests, jobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_targets_of_other_families_are_the_same_in_both_forms(name: str, method: str) -> None:
@@ -226,4 +236,4 @@ def test_targets_of_other_families_are_the_same_in_both_forms(name: str, method:
 
 @pytest.mark.parametrize("windows", [(5, None), (None, 17), (3, 3)])
 def test_sliding_windows_are_the_same_in_both_forms(windows: tuple[int | None, ...]) -> None:
-    check_target(tiny.make_target(sliding_windows=windows), "p-eagle", num_hidden_layers=2)
+    check_target(SHALLOW.make_target(sliding_windows=windows), "p-eagle", num_hidden_layers=2)

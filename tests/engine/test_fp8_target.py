@@ -16,28 +16,29 @@ from peagle.models.fp8 import Fp8Linear, quantize_linears
 from peagle.models.layers import lay_out_for_cpu
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
-
-from . import tiny
-from .tiny import Job
+from tests.tiny import drafters, engines, naive
+from tests.tiny.jobs import Job, prompts
+from tests.tiny.models import SHALLOW, head_drafter
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-JOBS = [Job(p, GREEDY, joins=n) for n, p in enumerate(tiny.prompts(5, seed=3, longest=20))]
+JOBS = [Job(p, GREEDY, joins=n) for n, p in enumerate(prompts(5, seed=3, longest=20))]
 SEEDED = SamplingParams(seed=5, max_tokens=16, ignore_eos=True)
 
 
 @cache
 def target(dtype: torch.dtype) -> TargetModel:
-    model = tiny.make_target(dtype)
+    model = SHALLOW.make_target(dtype)
     lay_out_for_cpu(model)
     quantize_linears(model)
     return model
 
 
 def answers(model: TargetModel, jobs: list[Job], method: str | None, k: int) -> list[list[int]]:
-    drafter = tiny.head_drafter(tiny.make_head(model, method)) if method else None
-    return tiny.answers_of(tiny.run(tiny.make_engine(model, drafter, k), jobs))
+    drafter = head_drafter(SHALLOW.make_head(model, method)) if method else None
+    return engines.answers_of(engines.run(engines.make_engine(model, drafter, k), jobs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 @pytest.mark.parametrize("k", [1, 4])
@@ -47,7 +48,7 @@ def test_greedy_speculation_gives_the_plain_answers_of_the_same_quantised_target
     plain = answers(target(dtype), JOBS, None, k)
     assert answers(target(dtype), JOBS, method, k) == plain
     if dtype is torch.float64:
-        assert plain == [tiny.naive(target(dtype), job) for job in JOBS]
+        assert plain == [naive.answer(target(dtype), job) for job in JOBS]
 
 
 def test_seeded_speculation_gives_the_plain_answers_of_the_same_quantised_target() -> None:
@@ -57,14 +58,14 @@ def test_seeded_speculation_gives_the_plain_answers_of_the_same_quantised_target
 
 def test_drafts_are_accepted_and_rejected_on_the_way() -> None:
     model = target(torch.float64)
-    known = [j.prompt + tiny.naive(model, j) for j in JOBS]
-    engine = tiny.make_engine(model, tiny.mixed(known), 4)
-    assert tiny.answers_of(tiny.run(engine, JOBS)) == [k[-24:] for k in known]
+    known = [j.prompt + naive.answer(model, j) for j in JOBS]
+    engine = engines.make_engine(model, drafters.mixed(known), 4)
+    assert engines.answers_of(engines.run(engine, JOBS)) == [k[-24:] for k in known]
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
 
 
 def test_the_quantised_target_is_another_model() -> None:
-    plain = tiny.make_target(torch.float64)
+    plain = SHALLOW.make_target(torch.float64)
     assert answers(plain, JOBS, None, 4) != answers(target(torch.float64), JOBS, None, 4)
 
 

@@ -15,33 +15,34 @@ from peagle.models.drafter import Drafter
 from peagle.models.ngram import NgramDrafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
+from tests.tiny import drafters, engines, naive
+from tests.tiny.engines import both_forms
+from tests.tiny.jobs import GREEDY, Job, prompts
+from tests.tiny.models import SHALLOW, head_drafter
 
-from . import tiny
-from .tiny import GREEDY, Job, both_forms
-
-PROMPTS = tiny.prompts(5, seed=3)
+PROMPTS = prompts(5, seed=3)
 DRAFTERS = ["oracle", "wrong", "random", "mixed", "one", "none", "ngram"]
 
 
 @cache
 def target(dtype: torch.dtype = torch.float32) -> TargetModel:
-    return tiny.make_target(dtype)
+    return SHALLOW.make_target(dtype)
 
 
 @cache
 def plain(dtype: torch.dtype = torch.float32) -> list[list[int]]:
-    return [tiny.naive(target(dtype), Job(p, GREEDY)) for p in PROMPTS]
+    return [naive.answer(target(dtype), Job(p, GREEDY)) for p in PROMPTS]
 
 
 def scripted(name: str, dtype: torch.dtype = torch.float32) -> Drafter:
     known = [p + a for p, a in zip(PROMPTS, plain(dtype), strict=True)]
     makers = {
-        "oracle": lambda: tiny.oracle(known),
-        "wrong": lambda: tiny.always_wrong(known),
-        "random": tiny.random_drafts,
-        "mixed": lambda: tiny.mixed(known),
-        "one": lambda: tiny.few(known, 1),
-        "none": lambda: tiny.few(known, 0),
+        "oracle": lambda: drafters.oracle(known),
+        "wrong": lambda: drafters.always_wrong(known),
+        "random": drafters.random_drafts,
+        "mixed": lambda: drafters.mixed(known),
+        "one": lambda: drafters.few(known, 1),
+        "none": lambda: drafters.few(known, 0),
         "ngram": lambda: NgramDrafter(1, 3),
     }
     return makers[name]()
@@ -49,9 +50,9 @@ def scripted(name: str, dtype: torch.dtype = torch.float32) -> Drafter:
 
 @both_forms
 def test_the_plain_engine_equals_a_loop_that_recomputes_every_prefix(static: bool) -> None:
-    engine = tiny.make_engine(target(), static=static)
-    requests = tiny.run(engine, [Job(p, GREEDY) for p in PROMPTS])
-    assert tiny.answers_of(requests) == plain()
+    engine = engines.make_engine(target(), static=static)
+    requests = engines.run(engine, [Job(p, GREEDY) for p in PROMPTS])
+    assert engines.answers_of(requests) == plain()
     assert len({tuple(a) for a in plain()}) == len(PROMPTS)  # the oracle is not trivial
     assert all(len(set(a)) > 3 for a in plain())
 
@@ -62,21 +63,21 @@ def test_the_plain_engine_equals_a_loop_that_recomputes_every_prefix(static: boo
 def test_any_scripted_drafter_leaves_greedy_output_unchanged(
     name: str, k: int, static: bool
 ) -> None:
-    engine = tiny.make_engine(target(), scripted(name), k, static=static)
-    requests = tiny.run(engine, [Job(p, GREEDY) for p in PROMPTS])
-    assert tiny.answers_of(requests) == plain()
+    engine = engines.make_engine(target(), scripted(name), k, static=static)
+    requests = engines.run(engine, [Job(p, GREEDY) for p in PROMPTS])
+    assert engines.answers_of(requests) == plain()
 
 
 def test_an_oracle_is_always_accepted_and_a_wrong_drafter_never() -> None:
     for name, rate in (("oracle", 1.0), ("wrong", 0.0)):
-        engine = tiny.make_engine(target(), scripted(name), 4)
-        tiny.run(engine, [Job(p, GREEDY) for p in PROMPTS])
+        engine = engines.make_engine(target(), scripted(name), 4)
+        engines.run(engine, [Job(p, GREEDY) for p in PROMPTS])
         assert engine.stats.num_draft_tokens > 0
         assert engine.stats.acceptance_rate == rate
     # The first token comes from prefill; of the 19 others, four drafts and a bonus a step.
     assert engine.stats.num_steps == 5 * 20
-    engine = tiny.make_engine(target(), scripted("oracle"), 4)
-    tiny.run(engine, [Job(p, GREEDY) for p in PROMPTS])
+    engine = engines.make_engine(target(), scripted("oracle"), 4)
+    engines.run(engine, [Job(p, GREEDY) for p in PROMPTS])
     assert engine.stats.num_steps == 5 * (1 + 4)
 
 
@@ -101,18 +102,19 @@ HEADS: dict[str, dict[str, Any]] = {
     + [(name, k) for name in ("p-eagle, 2 layers", "eagle3") for k in (1, 2, 16)],
 )
 def test_any_head_leaves_greedy_output_unchanged(name: str, k: int, static: bool) -> None:
-    drafter = tiny.head_drafter(tiny.make_head(target(), **HEADS[name]))
-    engine = tiny.make_engine(target(), drafter, k, static=static)
-    requests = tiny.run(engine, [Job(p, GREEDY) for p in PROMPTS])
-    assert tiny.answers_of(requests) == plain()
+    drafter = head_drafter(SHALLOW.make_head(target(), **HEADS[name]))
+    engine = engines.make_engine(target(), drafter, k, static=static)
+    requests = engines.run(engine, [Job(p, GREEDY) for p in PROMPTS])
+    assert engines.answers_of(requests) == plain()
 
 
-def knowing_head() -> tiny.ScriptedHead:
+def knowing_head() -> drafters.ScriptedHead:
     """Drafts of any number are right."""
-    script = tiny.Script([p + a for p, a in zip(PROMPTS, plain(), strict=True)])
-    return tiny.ScriptedHead(tiny.make_head(target()), script)
+    script = drafters.Script([p + a for p, a in zip(PROMPTS, plain(), strict=True)])
+    return drafters.ScriptedHead(SHALLOW.make_head(target()), script)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixed", "ngram", "p-eagle, 2 layers", "eagle3"])
 @settings(max_examples=12)
 @given(data=st.data())
@@ -120,7 +122,7 @@ def test_greedy_output_is_unchanged_in_batches_that_change_at_every_step(
     name: str, data: st.DataObject
 ) -> None:
     drafter = (
-        tiny.head_drafter(tiny.make_head(target(), **HEADS[name]))
+        head_drafter(SHALLOW.make_head(target(), **HEADS[name]))
         if name in HEADS
         else scripted(name)
     )
@@ -132,7 +134,7 @@ def test_greedy_output_is_unchanged_in_batches_that_change_at_every_step(
         params = dataclasses.replace(GREEDY, max_tokens=length, num_speculative_tokens=drafts)
         jobs.append(Job(prompt, params, joins))
         expected.append(answer[:length])
-    engine = tiny.make_engine(
+    engine = engines.make_engine(
         target(),
         drafter,
         data.draw(st.integers(1, 16), label="engine k"),
@@ -141,17 +143,17 @@ def test_greedy_output_is_unchanged_in_batches_that_change_at_every_step(
         block_size=data.draw(st.sampled_from([1, 3, 16]), label="block_size"),
         static=data.draw(st.booleans(), label="static"),
     )
-    assert tiny.answers_of(tiny.run(engine, jobs)) == expected
+    assert engines.answers_of(engines.run(engine, jobs)) == expected
 
 
 @both_forms
 def test_a_request_without_speculation_is_never_drafted_for(static: bool) -> None:
     params = dataclasses.replace(GREEDY, num_speculative_tokens=0)
-    drafter = tiny.head_drafter(tiny.make_head(target()))
-    engine = tiny.make_engine(target(), drafter, 4, static=static)
+    drafter = head_drafter(SHALLOW.make_head(target()))
+    engine = engines.make_engine(target(), drafter, 4, static=static)
     jobs = [Job(PROMPTS[0], params), Job(PROMPTS[1], GREEDY)]
-    off, on = tiny.run(engine, jobs)
-    assert tiny.answers_of([off, on]) == plain()[:2]
+    off, on = engines.run(engine, jobs)
+    assert engines.answers_of([off, on]) == plain()[:2]
     assert off.stats.num_draft_tokens == 0
     assert on.stats.num_draft_tokens > 0
 
@@ -161,26 +163,27 @@ def test_greedy_requests_are_unchanged_next_to_sampled_ones(static: bool) -> Non
     sampled = SamplingParams(temperature=1.3, top_p=0.9, seed=5, max_tokens=20)
     jobs = [Job(p, GREEDY if n % 2 else sampled, joins=n) for n, p in enumerate(PROMPTS)]
     for verification in ("coupled", "rejection"):
-        drafter = tiny.head_drafter(tiny.make_head(target()))
-        engine = tiny.make_engine(target(), drafter, 4, verification, static=static)
-        answers = tiny.answers_of(tiny.run(engine, jobs))
+        drafter = head_drafter(SHALLOW.make_head(target()))
+        engine = engines.make_engine(target(), drafter, 4, verification, static=static)
+        answers = engines.answers_of(engines.run(engine, jobs))
         assert answers[1::2] == plain()[1::2]
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("windows", [(4, 4), (None, 6), (1, None)])
 def test_sliding_windows_are_kept_under_speculation(
     windows: tuple[int | None, ...], static: bool
 ) -> None:
-    model = tiny.make_target(torch.float64, sliding_windows=windows)
+    model = SHALLOW.make_target(torch.float64, sliding_windows=windows)
     jobs = [Job(p, GREEDY) for p in [*PROMPTS, list(range(30))]]
-    expected = [tiny.naive(model, job) for job in jobs]
+    expected = [naive.answer(model, job) for job in jobs]
     known = [j.prompt + a for j, a in zip(jobs, expected, strict=True)]
     for budget in (64, 8):  # long prompts whole and in chunks
-        engine = tiny.make_engine(
-            model, tiny.mixed(known), 6, max_num_batched_tokens=budget, static=static
+        engine = engines.make_engine(
+            model, drafters.mixed(known), 6, max_num_batched_tokens=budget, static=static
         )
-        assert tiny.answers_of(tiny.run(engine, jobs)) == expected
+        assert engines.answers_of(engines.run(engine, jobs)) == expected
 
 
 @both_forms
@@ -190,8 +193,8 @@ def test_a_stop_token_among_accepted_drafts_ends_the_request_there(name: str, st
     end = answer[7]
     first = answer.index(end)
     drafter = scripted(name) if name == "oracle" else knowing_head()
-    engine = tiny.make_engine(target(), drafter, 16, eos=[end], static=static)
-    by_eos, by_id, ignoring = tiny.run(
+    engine = engines.make_engine(target(), drafter, 16, eos=[end], static=static)
+    by_eos, by_id, ignoring = engines.run(
         engine,
         [
             Job(PROMPTS[0], dataclasses.replace(GREEDY, ignore_eos=False)),

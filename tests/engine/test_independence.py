@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
+from tests.tiny import drafters, engines, naive
+from tests.tiny.engines import both_forms
+from tests.tiny.jobs import Job, prompts
+from tests.tiny.models import SHALLOW, VOCAB, head_drafter
 
-from . import tiny
-from .tiny import Job, both_forms
-
-PROMPTS = tiny.prompts(6, seed=21, longest=24)
+PROMPTS = prompts(6, seed=21, longest=24)
 MODES: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"seed": 4},
@@ -31,12 +32,12 @@ JOBS = [
 
 @cache
 def target() -> TargetModel:
-    return tiny.make_target(torch.float64)
+    return SHALLOW.make_target(torch.float64)
 
 
 @cache
 def expected() -> list[list[int]]:
-    return [tiny.naive(target(), job) for job in JOBS]
+    return [naive.answer(target(), job) for job in JOBS]
 
 
 def drafter_named(name: str) -> Drafter | None:
@@ -44,10 +45,11 @@ def drafter_named(name: str) -> Drafter | None:
         return None
     if name == "mixed":
         known = [j.prompt + a for j, a in zip(JOBS, expected(), strict=True)]
-        return tiny.mixed(known)
-    return tiny.head_drafter(tiny.make_head(target(), name))
+        return drafters.mixed(known)
+    return head_drafter(SHALLOW.make_head(target(), name))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     name=st.sampled_from(["plain", "mixed", "p-eagle", "eagle3"]),
@@ -73,7 +75,7 @@ def test_tokens_depend_on_the_request_alone(
 ) -> None:
     drafter = drafter_named(name)
     longest = -(-40 // block_size) * block_size
-    engine = tiny.make_engine(
+    engine = engines.make_engine(
         target(),
         drafter,
         k,
@@ -82,28 +84,29 @@ def test_tokens_depend_on_the_request_alone(
         block_size=block_size,
         max_model_len=40,
         static=static,
-        **tiny.room_for(longest + spare, target(), drafter),
+        **engines.room_for(longest + spare, target(), drafter),
     )
     order = sorted(chosen, key=lambda n: joins[n])
-    requests = tiny.run(engine, [JOBS[n]._replace(joins=joins[n]) for n in order])
-    assert tiny.answers_of(requests) == [expected()[n] for n in order]
+    requests = engines.run(engine, [JOBS[n]._replace(joins=joins[n]) for n in order])
+    assert engines.answers_of(requests) == [expected()[n] for n in order]
 
 
+@pytest.mark.slow
 @both_forms
 def test_chunked_prefill_gives_the_tokens_of_whole_prompts(static: bool) -> None:
-    long = Job([n % tiny.VOCAB for n in range(70)], SamplingParams(temperature=0.0, max_tokens=8))
-    answer = tiny.naive(target(), long)
+    long = Job([n % VOCAB for n in range(70)], SamplingParams(temperature=0.0, max_tokens=8))
+    answer = naive.answer(target(), long)
     for budget in (4, 7, 18, 40, 69, 70, 128):
-        drafter = tiny.head_drafter(tiny.make_head(target(), num_hidden_layers=2))
-        engine = tiny.make_engine(
+        drafter = head_drafter(SHALLOW.make_head(target(), num_hidden_layers=2))
+        engine = engines.make_engine(
             target(), drafter, 3, max_num_batched_tokens=budget, max_num_seqs=3, static=static
         )
-        requests = tiny.run(engine, [JOBS[0], long])
-        assert tiny.answers_of(requests) == [expected()[0], answer], budget
+        requests = engines.run(engine, [JOBS[0], long])
+        assert engines.answers_of(requests) == [expected()[0], answer], budget
 
 
 def test_a_step_never_has_more_rows_than_max_num_batched_tokens() -> None:
-    engine = tiny.make_engine(target(), drafter_named("mixed"), 4, max_num_batched_tokens=3)
+    engine = engines.make_engine(target(), drafter_named("mixed"), 4, max_num_batched_tokens=3)
     rows: list[int] = []
     run = engine.target.run
 
@@ -113,19 +116,19 @@ def test_a_step_never_has_more_rows_than_max_num_batched_tokens() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.target, "run", counting)
-        requests = tiny.run(engine, JOBS)
+        requests = engines.run(engine, JOBS)
     assert max(rows) == 3
-    assert tiny.answers_of(requests) == expected()
+    assert engines.answers_of(requests) == expected()
 
 
 def test_tokens_are_the_same_where_blocks_are_scattered() -> None:
     """So short of blocks that reservations are taken by others: caches are gathered."""
-    room = tiny.room_for(60, target(), None)
-    engine = tiny.make_engine(target(), None, block_size=1, max_model_len=40, **room)
+    room = engines.room_for(60, target(), None)
+    engine = engines.make_engine(target(), None, block_size=1, max_model_len=40, **room)
     requests = [engine.add_request(str(n), j.prompt, j.params) for n, j in enumerate(JOBS)]
     in_one_piece = set()
     while engine.has_unfinished:
         engine.step()
         in_one_piece |= {r.table.contiguous for r in requests if r.table is not None}
     assert in_one_piece == {True, False}
-    assert tiny.answers_of(requests) == expected()
+    assert engines.answers_of(requests) == expected()

@@ -40,6 +40,7 @@ def poisoned_cache() -> PagedKVCache:
     return cache
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 45), min_size=1, max_size=3),

@@ -12,8 +12,7 @@ from peagle.engine.llm import LLM
 from peagle.errors import ConfigError, PeagleError, RequestError
 from peagle.outputs import RequestOutput
 from peagle.sampling_params import SamplingParams
-
-from . import tiny
+from tests.tiny import drafters
 
 TEXT = "abc the €é 😀"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
@@ -31,7 +30,7 @@ def readable(plain_llm: LLM) -> SamplingParams:
 def use_oracle(llm: LLM, *outputs: RequestOutput) -> None:
     """Whole answers then fall into few steps: stops must be found inside them."""
     known = [o.prompt_token_ids + o.outputs[0].token_ids for o in outputs]
-    llm.engine._host_drafter = tiny.oracle(known)
+    llm.engine._host_drafter = drafters.oracle(known)
 
 
 def all_blocks_are_free(llm: LLM) -> bool:
@@ -52,6 +51,7 @@ def test_speculation_changes_neither_tokens_nor_text(
     assert spec_llm.stats.num_draft_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
 def test_streamed_chunks_joined_equal_the_full_text(
     spec_llm: LLM, plain_llm: LLM, skip_special_tokens: bool
@@ -83,6 +83,7 @@ def stops_in(text: str) -> list[str]:
     return [s for s in found if "\ufffd" not in s]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_strings_end_answers_where_the_plain_run_ends(
     plain_llm: LLM, scripted_llm: LLM, readable: SamplingParams, include: bool

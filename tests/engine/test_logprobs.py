@@ -12,20 +12,21 @@ from peagle.engine.llm import LLM
 from peagle.engine.request import Request
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
+from tests.tiny import drafters, engines, naive
+from tests.tiny.engines import both_forms
+from tests.tiny.jobs import GREEDY, Job, prompts
+from tests.tiny.models import SHALLOW, VOCAB, head_drafter
 
-from . import tiny
-from .tiny import VOCAB, Job, both_forms
-
-PROMPTS = tiny.prompts(3, seed=14)
+PROMPTS = prompts(3, seed=14)
 
 
 @cache
 def target() -> TargetModel:
-    return tiny.make_target(torch.float64)
+    return SHALLOW.make_target(torch.float64)
 
 
 def check(request: Request, wanted: int) -> None:
-    raw = tiny.naive_logits(target(), request.token_ids)[len(request.prompt_token_ids) - 1 : -1]
+    raw = naive.logits_of(target(), request.token_ids)[len(request.prompt_token_ids) - 1 : -1]
     log_probs = raw.log_softmax(-1)
     assert len(request.logprobs) == request.num_outputs
     for token, entry, row in zip(
@@ -42,6 +43,7 @@ def check(request: Request, wanted: int) -> None:
         assert entry.ranks == [rank, *range(1, len(entry.token_ids))]
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("method", ["plain", "mixed", "p-eagle"])
 @pytest.mark.parametrize("wanted", [0, 1, 5, VOCAB + 10])
@@ -52,30 +54,30 @@ def test_logprobs_are_the_plain_targets_raw_ones(method: str, wanted: int, stati
         SamplingParams(seed=2, logit_bias={3: 5.0}, presence_penalty=1.0, logprobs=wanted),
     ]
     jobs = [Job(p, mode) for p, mode in zip(PROMPTS, modes, strict=True)]
-    known = [j.prompt + tiny.naive(target(), j) for j in jobs]
+    known = [j.prompt + naive.answer(target(), j) for j in jobs]
     drafter = {
         "plain": lambda: None,
-        "mixed": lambda: tiny.mixed(known),
-        "p-eagle": lambda: tiny.head_drafter(tiny.make_head(target())),
+        "mixed": lambda: drafters.mixed(known),
+        "p-eagle": lambda: head_drafter(SHALLOW.make_head(target())),
     }[method]()
-    for request in tiny.run(tiny.make_engine(target(), drafter, 5, static=static), jobs):
+    for request in engines.run(engines.make_engine(target(), drafter, 5, static=static), jobs):
         check(request, min(wanted, VOCAB))
 
 
 @both_forms
 def test_rejection_reports_the_targets_logprobs_too(static: bool) -> None:
-    drafter = tiny.head_drafter(tiny.make_head(target()))
-    engine = tiny.make_engine(target(), drafter, 4, "rejection", static=static)
+    drafter = head_drafter(SHALLOW.make_head(target()))
+    engine = engines.make_engine(target(), drafter, 4, "rejection", static=static)
     params = SamplingParams(logprobs=2, max_tokens=12)
-    for request in tiny.run(engine, [Job(p, params) for p in PROMPTS]):
+    for request in engines.run(engine, [Job(p, params) for p in PROMPTS]):
         check(request, 2)
 
 
 def test_logprobs_are_cut_where_a_stop_token_ends_the_answer() -> None:
-    plain = tiny.naive(target(), Job(PROMPTS[0], tiny.GREEDY))
+    plain = naive.answer(target(), Job(PROMPTS[0], GREEDY))
     params = SamplingParams(temperature=0.0, logprobs=1, stop_token_ids=[plain[4]])
-    engine = tiny.make_engine(target(), tiny.oracle([PROMPTS[0] + plain]), 16)
-    (request,) = tiny.run(engine, [Job(PROMPTS[0], params)])
+    engine = engines.make_engine(target(), drafters.oracle([PROMPTS[0] + plain]), 16)
+    (request,) = engines.run(engine, [Job(PROMPTS[0], params)])
     assert request.num_outputs <= 5
     check(request, 1)
 
@@ -89,7 +91,7 @@ def test_tied_tokens_share_the_best_of_their_ranks(wanted: int) -> None:
 
 
 def test_none_are_kept_unless_asked_for() -> None:
-    (request,) = tiny.run(tiny.make_engine(target()), [Job(PROMPTS[0], tiny.GREEDY)])
+    (request,) = engines.run(engines.make_engine(target()), [Job(PROMPTS[0], GREEDY)])
     assert request.logprobs == []
 
 

@@ -1,4 +1,4 @@
-"""Two hundred requests come and go: memory is that of the start, and nothing is lost."""
+"""A hundred requests come and go: memory is that of the start, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from peagle.engine.blocks import BlockAllocator
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.sampling_params import SamplingParams
+from tests.tiny import engines
+from tests.tiny.models import SHALLOW, VOCAB, head_drafter
 
-from . import tiny
+pytestmark = pytest.mark.slow
 
-NUM_REQUESTS = 200
+NUM_REQUESTS = 100
 NUM_BLOCKS, BLOCK_SIZE = 24, 4
 
 
 def small_engine(contiguous: bool, static: bool) -> Engine:
     """Too few blocks for all requests that run at once, so that some are preempted."""
-    target = tiny.make_target(torch.float32)
-    drafter = tiny.head_drafter(tiny.make_head(target))
-    room = tiny.room_for(NUM_BLOCKS * BLOCK_SIZE, target, drafter)
-    engine = tiny.make_engine(
+    target = SHALLOW.make_target(torch.float32)
+    drafter = head_drafter(SHALLOW.make_head(target))
+    room = engines.room_for(NUM_BLOCKS * BLOCK_SIZE, target, drafter)
+    engine = engines.make_engine(
         target, drafter, 3, block_size=BLOCK_SIZE, max_model_len=64, static=static, **room
     )
     assert engine.allocator.num_blocks == NUM_BLOCKS
@@ -70,7 +72,7 @@ def test_blocks_all_come_back_and_caches_are_allocated_once(contiguous: bool, st
 
 
 def _add(engine: Engine, rng: random.Random, number: int) -> Request:
-    prompt = [rng.randrange(tiny.VOCAB) for _ in range(rng.randint(1, 30))]
+    prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))]
     params = SamplingParams(
         temperature=rng.choice([0.0, 1.0]), max_tokens=rng.randint(1, 16), seed=number
     )

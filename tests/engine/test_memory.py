@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from train.live_memory import KernelAttention, LiveBytes
 
 from peagle.config import EngineConfig
 from peagle.engine import memory
@@ -23,8 +22,9 @@ from peagle.engine.memory import (
     step_reserve,
 )
 from peagle.errors import ConfigError
-
-from . import tiny
+from tests.tiny import drafters
+from tests.tiny.models import SHALLOW, VOCAB, head_drafter
+from tests.train.live_memory import KernelAttention, LiveBytes
 
 GIB = 1 << 30
 NEED = CacheNeed(block_bytes=1 << 20, longest=4000, per_request=250, at_once=250 * 64)
@@ -115,9 +115,9 @@ def test_nonsense_is_refused(options: dict[str, object]) -> None:
 
 
 def test_a_block_counts_the_caches_of_target_and_drafter() -> None:
-    target = tiny.make_target(torch.float32)
+    target = SHALLOW.make_target(torch.float32)
     config = EngineConfig(block_size=8, max_num_seqs=3)
-    drafter = tiny.head_drafter(tiny.make_head(target))
+    drafter = head_drafter(SHALLOW.make_head(target))
     plain, both = (cache_need(target, d, config, 20) for d in (None, drafter))
     per_layer = 8 * 2 * 2 * 8 * 4  # tokens, keys and values, heads, size of a head, bytes
     assert plain == CacheNeed(2 * per_layer, longest=20, per_request=3, at_once=9)
@@ -127,7 +127,7 @@ def test_a_block_counts_the_caches_of_target_and_drafter() -> None:
 def test_an_engine_takes_what_the_gpu_has_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target = tiny.make_target(torch.float32)
+    target = SHALLOW.make_target(torch.float32)
     config = EngineConfig(gpu_memory_utilization=0.75, block_size=4)
     need = cache_need(target, None, config, 96)
     in_use = GIB
@@ -141,11 +141,11 @@ def test_an_engine_takes_what_the_gpu_has_left(
 
 def test_a_pass_never_holds_more_than_was_counted() -> None:
     """Counted against the tensors that the plain modules really make in a pass."""
-    target = tiny.make_target(torch.float32)
+    target = SHALLOW.make_target(torch.float32)
     rows, sampled = 64, 16
     positions, made = torch.arange(rows), LiveBytes()
     with torch.no_grad(), made:
-        out = target(positions % tiny.VOCAB, positions, KernelAttention(), (0, 1, 2))
+        out = target(positions % VOCAB, positions, KernelAttention(), (0, 1, 2))
         logits = target.logits(out.hidden[:sampled])
         logits.softmax(-1).sort(-1)
     counted = activation_bytes(target.config, itemsize=4, rows=rows, sampled_rows=sampled)
@@ -153,8 +153,8 @@ def test_a_pass_never_holds_more_than_was_counted() -> None:
 
 
 def test_the_reserve_grows_with_rows_and_logits() -> None:
-    target = tiny.make_target(torch.float32)
-    drafter = tiny.random_drafts()
+    target = SHALLOW.make_target(torch.float32)
+    drafter = drafters.random_drafts()
     few = EngineConfig(max_num_seqs=2, max_num_batched_tokens=200)
     plain, speculative = (step_reserve(target, d, few) for d in (None, drafter))
     assert WORKSPACE_BYTES < plain < speculative

@@ -17,9 +17,9 @@ from peagle.kernels.device_batch import HEADER
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
-
-from . import tiny
-from .tiny import GREEDY, Job
+from tests.tiny import engines, naive
+from tests.tiny.jobs import GREEDY, Job, prompts
+from tests.tiny.models import SHALLOW, head_drafter
 
 METHODS = ["p-eagle", "eagle3"]
 SAMPLED = SamplingParams(seed=3, top_k=9, max_tokens=12)
@@ -27,40 +27,43 @@ SAMPLED = SamplingParams(seed=3, top_k=9, max_tokens=12)
 
 @cache
 def target() -> TargetModel:
-    return tiny.make_target()
+    return SHALLOW.make_target()
 
 
 @cache
 def head(method: str) -> Drafter:
-    return tiny.head_drafter(tiny.make_head(target(), method))
+    return head_drafter(SHALLOW.make_head(target(), method))
 
 
 def decoding(method: str, count: int, verification: str = "coupled") -> Engine:
     """An engine in the middle of `count` answers."""
-    engine = tiny.make_engine(target(), head(method), 3, verification, max_num_seqs=9, static=True)
-    for n, prompt in enumerate(tiny.prompts(count, seed=1)):
+    engine = engines.make_engine(
+        target(), head(method), 3, verification, max_num_seqs=9, static=True
+    )
+    for n, prompt in enumerate(prompts(count, seed=1)):
         engine.add_request(str(n), prompt, GREEDY if n % 2 else SAMPLED)
     for _ in range(3):
         engine.step()
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("count", range(1, 10))
 def test_every_batch_size_is_served(method: str, count: int) -> None:
-    jobs = [Job(p, GREEDY) for p in tiny.prompts(count, seed=1)]
-    engine = tiny.make_engine(target(), head(method), 3, max_num_seqs=9, static=True)
-    tiny.check_naive(target(), tiny.run(engine, jobs), jobs)
-    shapes = tiny.watched(engine).shapes
+    jobs = [Job(p, GREEDY) for p in prompts(count, seed=1)]
+    engine = engines.make_engine(target(), head(method), 3, max_num_seqs=9, static=True)
+    naive.check(target(), engines.run(engine, jobs), jobs)
+    shapes = engines.watched(engine).shapes
     assert {shape.batch for shape in shapes} <= set(BATCH_SIZES)
     assert {shape.num_items for shape in shapes} <= set(ITEM_COUNTS)
     assert {shape.rows_per_item for shape in shapes} == {ROWS_PER_ITEM}
 
 
 def test_exact_shapes_are_those_of_the_rows() -> None:
-    engine = tiny.make_engine(target(), head("p-eagle"), 3, max_num_batched_tokens=20)
-    tiny.run(engine, [Job([1] * 30, GREEDY), Job([2] * 5, GREEDY), Job([3] * 7, GREEDY)])
-    first, second, *_ = tiny.watched(engine).shapes
+    engine = engines.make_engine(target(), head("p-eagle"), 3, max_num_batched_tokens=20)
+    engines.run(engine, [Job([1] * 30, GREEDY), Job([2] * 5, GREEDY), Job([3] * 7, GREEDY)])
+    first, second, *_ = engines.watched(engine).shapes
     assert (first.batch, first.num_items, first.rows_per_item) == (0, 1, 20)  # 20 prompt rows
     # Its other 9, and the next two prompts'.
     assert (second.batch, second.num_items, second.rows_per_item) == (2, 3, 9)
@@ -85,8 +88,8 @@ def test_the_state_of_slots_is_the_same_with_more_padding_beside_them(
 def test_what_the_padding_slot_holds_changes_no_bit_of_the_others(
     method: str, verification: str
 ) -> None:
-    engines = [decoding(method, 3, verification) for _ in range(2)]
-    spoiled = engines[1].runner.models
+    pair = [decoding(method, 3, verification) for _ in range(2)]
+    spoiled = pair[1].runner.models
     spoiled.state.last_tokens[spoiled.state.padding] = 5
     spoiled.state.block_tables[spoiled.state.padding] = 1
     spoiled.state.drafts[spoiled.state.padding] = 7
@@ -94,14 +97,14 @@ def test_what_the_padding_slot_holds_changes_no_bit_of_the_others(
     for cache_ in (spoiled.model.cache, spoiled.drafting.model.cache):
         cache_.keys[:, cache_.padding_slot] = 1e3
         cache_.values[:, cache_.padding_slot] = 1e3
-    shape = tiny.watched(engines[0]).shapes[-1]
+    shape = engines.watched(pair[0]).shapes[-1]
     assert shape.batch == 4
-    slots = list(engines[0].scheduler.running)
+    slots = list(pair[0].scheduler.running)
     with torch.inference_mode():
-        reports = [e.runner.run(shape, slots, [3] * 3, []).rows().tolist() for e in engines]
+        reports = [e.runner.run(shape, slots, [3] * 3, []).rows().tolist() for e in pair]
     assert reports[0][:3] == reports[1][:3]
     assert reports[1][3][:HEADER] == [0, 0, 0]
-    states = [e.runner.models.state for e in engines]
+    states = [e.runner.models.state for e in pair]
     assert torch.equal(states[0].numbers[:, slots], states[1].numbers[:, slots])
     assert torch.equal(states[0].drafts[slots], states[1].drafts[slots])
 
@@ -119,11 +122,11 @@ def test_at_most_half_of_a_batch_is_padding(count: int) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_warming_up_takes_every_shape_that_greedy_requests_meet(method: str) -> None:
-    engine = tiny.make_engine(target(), head(method), 3, max_num_seqs=9, static=True)
-    tiny.run(engine, [Job(p, GREEDY, joins=n) for n, p in enumerate(tiny.prompts(12, seed=1))])
+    engine = engines.make_engine(target(), head(method), 3, max_num_seqs=9, static=True)
+    engines.run(engine, [Job(p, GREEDY, joins=n) for n, p in enumerate(prompts(12, seed=1))])
     drafts = StepShape(batch=1, depth=3, sampling="greedy")
     common = engine.runner._common_shapes(drafts, engine.scheduler.max_num_batched_tokens)
-    met = {shape for shape in tiny.watched(engine).shapes if shape.sampling == "greedy"}
+    met = {shape for shape in engines.watched(engine).shapes if shape.sampling == "greedy"}
     assert {shape.batch for shape in met} == {1, 2, 4, 8, 16}
     assert met <= set(common)
     assert len(set(common)) == len(common)
@@ -132,5 +135,5 @@ def test_warming_up_takes_every_shape_that_greedy_requests_meet(method: str) -> 
 
 def test_without_graphs_there_is_nothing_to_warm_up() -> None:
     told: list[tuple[int, int]] = []
-    tiny.make_engine(target(), static=True).warm_up(lambda *counts: told.append(counts))
+    engines.make_engine(target(), static=True).warm_up(lambda *counts: told.append(counts))
     assert told == [(0, 0)]

@@ -13,9 +13,10 @@ from peagle.models.drafter import Drafter
 from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
-
-from . import tiny
-from .tiny import GREEDY, Job, both_forms
+from tests.tiny import drafters, engines, naive
+from tests.tiny.engines import both_forms
+from tests.tiny.jobs import GREEDY, Job, prompts
+from tests.tiny.models import SHALLOW
 
 LONGEST = 40
 SAMPLED = SamplingParams(seed=4, top_k=12, max_tokens=20, ignore_eos=True)
@@ -24,43 +25,44 @@ BIASED = dataclasses.replace(GREEDY, logit_bias={3: 2.0})  # takes the host's st
 
 @cache
 def target() -> TargetModel:
-    return tiny.make_target()
+    return SHALLOW.make_target()
 
 
 @cache
 def network(method: str) -> EagleNetwork:
-    return tiny.make_head(target(), method)
+    return SHALLOW.make_head(target(), method)
 
 
 def drafter_named(name: str, jobs: list[Job], seed: int = 0) -> Drafter | None:
     if name == "plain":
         return None
-    known = tiny.known(target(), jobs)
+    known = naive.known(target(), jobs)
     if name == "on the host":
-        return tiny.mixed(known, seed)
-    return tiny.ScriptedHead(network(name), tiny.Script(known, seed))
+        return drafters.mixed(known, seed)
+    return drafters.ScriptedHead(network(name), drafters.Script(known, seed))
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("name", ["plain", "on the host", "p-eagle", "eagle3"])
 @pytest.mark.parametrize("spare", [0, 8, 20])
 def test_preempted_requests_say_the_same(name: str, spare: int, static: bool) -> None:
     params = [GREEDY, SAMPLED, BIASED]
-    texts = tiny.prompts(6, seed=7, longest=16)
+    texts = prompts(6, seed=7, longest=16)
     jobs = [Job(p, params[n % 3], joins=n // 2) for n, p in enumerate(texts)]
     drafter = drafter_named(name, jobs)
-    room = tiny.room_for(LONGEST + spare, target(), drafter)
+    room = engines.room_for(LONGEST + spare, target(), drafter)
     options = {"block_size": 2, "max_model_len": LONGEST} | room
-    engine = tiny.make_engine(target(), drafter, 5, static=static, **options)
-    requests = tiny.run(engine, jobs)
-    tiny.check_naive(target(), requests, jobs)
+    engine = engines.make_engine(target(), drafter, 5, static=static, **options)
+    requests = engines.run(engine, jobs)
+    naive.check(target(), requests, jobs)
     assert sum(r.num_preemptions for r in requests) > 0
     assert requests[0].num_preemptions == 0  # the oldest never is
 
 
 def test_a_request_is_preempted_while_its_steps_are_in_flight() -> None:
-    room = tiny.room_for(44, target(), None) | {"max_model_len": LONGEST}
-    engine = tiny.make_engine(target(), block_size=1, static=True, **room)
+    room = engines.room_for(44, target(), None) | {"max_model_len": LONGEST}
+    engine = engines.make_engine(target(), block_size=1, static=True, **room)
     old, young = (engine.add_request(str(n), [n + 1] * 10, GREEDY) for n in range(2))
     in_flight = 0
     while engine.has_unfinished:
@@ -71,9 +73,10 @@ def test_a_request_is_preempted_while_its_steps_are_in_flight() -> None:
             in_flight += before
     assert in_flight > 0
     assert young.num_preemptions > 0
-    tiny.check_naive(target(), [old, young], [Job([n + 1] * 10, GREEDY) for n in range(2)])
+    naive.check(target(), [old, young], [Job([n + 1] * 10, GREEDY) for n in range(2)])
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 999),
@@ -87,29 +90,29 @@ def test_a_request_is_preempted_while_its_steps_are_in_flight() -> None:
 def test_answers_are_the_same_under_any_shortage_of_blocks(
     seed: int, k: int, spare: int, seqs: int, block_size: int, method: str, static: bool
 ) -> None:
-    texts = tiny.prompts(5, seed, longest=20)
+    texts = prompts(5, seed, longest=20)
     jobs = [Job(p, dataclasses.replace(GREEDY, max_tokens=4 * n + 1)) for n, p in enumerate(texts)]
     drafter = drafter_named(method, jobs, seed)
     blocks = -(-(LONGEST + spare) // block_size)
     options = {"max_num_seqs": seqs, "block_size": block_size, "max_model_len": LONGEST}
-    options |= tiny.room_for(blocks * block_size, target(), drafter)
-    engine = tiny.make_engine(target(), drafter, k, static=static, **options)
-    tiny.check_naive(target(), tiny.run(engine, jobs), jobs)
+    options |= engines.room_for(blocks * block_size, target(), drafter)
+    engine = engines.make_engine(target(), drafter, k, static=static, **options)
+    naive.check(target(), engines.run(engine, jobs), jobs)
 
 
 @both_forms
 def test_more_requests_than_slots_are_all_answered(static: bool) -> None:
-    jobs = [Job(p, dataclasses.replace(GREEDY, max_tokens=5)) for p in tiny.prompts(7)]
+    jobs = [Job(p, dataclasses.replace(GREEDY, max_tokens=5)) for p in prompts(7)]
     drafter = drafter_named("eagle3", jobs)
-    engine = tiny.make_engine(target(), drafter, 2, max_num_seqs=2, static=static)
-    tiny.check_naive(target(), tiny.run(engine, jobs), jobs)
+    engine = engines.make_engine(target(), drafter, 2, max_num_seqs=2, static=static)
+    naive.check(target(), engines.run(engine, jobs), jobs)
 
 
 @both_forms
 def test_a_stream_of_requests_does_not_starve_one_that_needs_many_blocks(static: bool) -> None:
     """Three that never end together leave too few blocks free at any time."""
-    room = tiny.room_for(66, target(), None) | {"max_model_len": LONGEST}
-    engine = tiny.make_engine(target(), block_size=1, static=static, **room)
+    room = engines.room_for(66, target(), None) | {"max_model_len": LONGEST}
+    engine = engines.make_engine(target(), block_size=1, static=static, **room)
     patient = None
     for n in range(80):
         if n % 4 == 0:

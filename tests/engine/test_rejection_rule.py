@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from train.live_memory import LiveBytes
 
 from peagle.engine.memory import LOGIT_BYTES
 from peagle.engine.sampler import RejectionSampler, SampledSlots
@@ -20,10 +19,12 @@ from peagle.kernels.step_ops import StepOps, step_ops
 from peagle.models.drafter import Packing
 from peagle.models.output import OutputRows
 from peagle.sampling_params import SamplingParams
+from tests.tiny import engines
+from tests.tiny.jobs import Job, prompts
+from tests.tiny.models import SHALLOW, head_drafter
+from tests.train.live_memory import LiveBytes
 
-from . import tiny
 from .test_forms_agree import HEADS, MODES, head, target
-from .tiny import Job
 
 CPU = torch.device("cpu")
 
@@ -92,15 +93,17 @@ def test_probabilities_stay_within_what_the_reserve_counts() -> None:
     assert made.peak <= rows * vocab_size * LOGIT_BYTES <= 4 * made.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["p-eagle", "eagle3, reduced vocabulary"])
 def test_requests_go_on_beyond_the_drafters_positions(name: str) -> None:
-    short = tiny.head_drafter(tiny.make_head(target(), **HEADS[name], max_position_embeddings=24))
+    short = head_drafter(SHALLOW.make_head(target(), **HEADS[name], max_position_embeddings=24))
     params = SamplingParams(seed=8, max_tokens=40, ignore_eos=True)
-    jobs = [Job(p, params) for p in tiny.prompts(3, seed=2)]
-    requests, _ = tiny.run_both(target(), short, 4, jobs, "rejection")
+    jobs = [Job(p, params) for p in prompts(3, seed=2)]
+    requests, _ = engines.run_both(target(), short, 4, jobs, "rejection")
     assert [r.num_outputs for r in requests] == [40] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels then want the GPU's tensors")
 @pytest.mark.parametrize("name", ["p-eagle, reduced vocabulary", "eagle3"])
 def test_the_gpus_kernels_sample_the_same_in_a_step(name: str) -> None:
@@ -108,13 +111,13 @@ def test_the_gpus_kernels_sample_the_same_in_a_step(name: str) -> None:
     params = [
         dataclasses.replace(p, max_tokens=3) for p in (MODES["mixed"][0], MODES["sampled"][0])
     ]
-    jobs = [Job(text, p) for text, p in zip(tiny.prompts(2), params, strict=True)]
-    engines = [tiny.make_engine(target(), head(name), 2, "rejection", static=True) for _ in "ab"]
-    models = engines[0].runner.models
-    engines[0].runner.models = dataclasses.replace(models, ops=sampled_by_kernels(models.ops))
-    ours, theirs = (tiny.run(engine, jobs) for engine in engines)
-    assert tiny.answers_of(ours) == tiny.answers_of(theirs)
-    assert tiny.counters(ours) == tiny.counters(theirs)
+    jobs = [Job(text, p) for text, p in zip(prompts(2), params, strict=True)]
+    pair = [engines.make_engine(target(), head(name), 2, "rejection", static=True) for _ in "ab"]
+    models = pair[0].runner.models
+    pair[0].runner.models = dataclasses.replace(models, ops=sampled_by_kernels(models.ops))
+    ours, theirs = (engines.run(engine, jobs) for engine in pair)
+    assert engines.answers_of(ours) == engines.answers_of(theirs)
+    assert engines.counters(ours) == engines.counters(theirs)
 
 
 def sampled_by_kernels(ops: StepOps) -> StepOps:
@@ -127,7 +130,7 @@ def sampled_by_kernels(ops: StepOps) -> StepOps:
 
 
 def test_a_request_that_drafts_deeper_than_probabilities_are_kept_is_refused() -> None:
-    engine = tiny.make_engine(target(), head(next(iter(HEADS))), 3, "rejection")
+    engine = engines.make_engine(target(), head(next(iter(HEADS))), 3, "rejection")
     engine.check_request([1, 2], SamplingParams(num_speculative_tokens=3))
     with pytest.raises(RequestError, match="keeps probabilities for"):
         engine.check_request([1, 2], SamplingParams(num_speculative_tokens=4))

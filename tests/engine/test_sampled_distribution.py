@@ -19,26 +19,27 @@ from peagle.models.ngram import NgramDrafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.sampling import SamplingRows, filter_logits, probabilities
+from tests.tiny import drafters, engines, naive
+from tests.tiny.engines import both_forms
+from tests.tiny.jobs import Job, prompts
+from tests.tiny.models import SHALLOW, VOCAB, head_drafter
 
-from . import tiny
-from .tiny import VOCAB, Job, both_forms
-
-PROMPTS = tiny.prompts(3, seed=11)
+PROMPTS = prompts(3, seed=11)
 
 
 @cache
 def target() -> TargetModel:
-    return tiny.make_target(torch.float64)
+    return SHALLOW.make_target(torch.float64)
 
 
 def drafter_named(name: str, known: list[list[int]]) -> Drafter | None:
     makers: dict[str, Any] = {
         "plain": lambda: None,
-        "oracle": lambda: tiny.oracle(known),
-        "mixed": lambda: tiny.mixed(known),
+        "oracle": lambda: drafters.oracle(known),
+        "mixed": lambda: drafters.mixed(known),
         "ngram": lambda: NgramDrafter(1, 3),
-        "p-eagle": lambda: tiny.head_drafter(tiny.make_head(target(), draft_vocab_size=25)),
-        "eagle3": lambda: tiny.head_drafter(tiny.make_head(target(), "eagle3")),
+        "p-eagle": lambda: head_drafter(SHALLOW.make_head(target(), draft_vocab_size=25)),
+        "eagle3": lambda: head_drafter(SHALLOW.make_head(target(), "eagle3")),
     }
     return makers[name]()
 
@@ -66,31 +67,32 @@ def job_of(prompt: list[int], mode: dict[str, Any], seed: int) -> Job:
     return Job(prompt, params, bad_word_ids=words, eos=eos)
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("mode", MODES)
 def test_a_seed_gives_the_plain_tokens_with_every_drafter(mode: str, static: bool) -> None:
     jobs = [job_of(p, MODES[mode], seed=31 + n) for n, p in enumerate(PROMPTS)]
-    expected = [tiny.naive(target(), job) for job in jobs]
+    expected = [naive.answer(target(), job) for job in jobs]
     known = [j.prompt + a for j, a in zip(jobs, expected, strict=True)]
     for name in ("plain", "oracle", "mixed", "ngram", "p-eagle", "eagle3"):
-        engine = tiny.make_engine(
+        engine = engines.make_engine(
             target(), drafter_named(name, known), 5, eos=jobs[0].eos, static=static
         )
-        assert tiny.answers_of(tiny.run(engine, jobs)) == expected, name
+        assert engines.answers_of(engines.run(engine, jobs)) == expected, name
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_bad_word_is_banned_where_drafts_of_the_same_step_began_it(temperature: float) -> None:
     """The drafter wants to say the very words that are banned."""
     free = job_of(PROMPTS[0], {"temperature": temperature}, seed=8)
-    wanted = tiny.naive(target(), free)
+    wanted = naive.answer(target(), free)
     words = [wanted[n : n + size] for n, size in ((1, 2), (4, 3), (8, 2))]
     job = free._replace(bad_word_ids=words)
-    expected = tiny.naive(target(), job)
+    expected = naive.answer(target(), job)
     assert expected != wanted
     for known in (wanted, expected):
-        engine = tiny.make_engine(target(), tiny.oracle([job.prompt + known]), 16)
-        assert tiny.run(engine, [job])[0].output_token_ids == expected
+        engine = engines.make_engine(target(), drafters.oracle([job.prompt + known]), 16)
+        assert engines.run(engine, [job])[0].output_token_ids == expected
 
 
 @st.composite
@@ -113,6 +115,7 @@ def modes(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     modes(),
@@ -125,13 +128,13 @@ def test_a_seed_gives_the_plain_tokens_in_any_combination_of_modes(
     mode: dict[str, Any], seed: int, drafter: str, k: int, static: bool
 ) -> None:
     job = job_of(PROMPTS[0], mode, seed)
-    expected = tiny.naive(target(), job)
+    expected = naive.answer(target(), job)
     other = job_of(PROMPTS[1], {}, seed=1)  # a neighbour of another kind
     known = [job.prompt + expected]
-    engine = tiny.make_engine(
+    engine = engines.make_engine(
         target(), drafter_named(drafter, known), k, eos=job.eos, static=static
     )
-    assert tiny.run(engine, [job, other])[0].output_token_ids == expected
+    assert engines.run(engine, [job, other])[0].output_token_ids == expected
 
 
 @both_forms
@@ -143,11 +146,11 @@ def test_drafts_from_the_targets_own_distribution_are_all_accepted(
     distribution that is verified must be the one that was drawn from (rejection)."""
     for mode in ({}, {"temperature": 0.6, "top_k": 9}, {"top_p": 0.7, "min_p": 0.02}):
         jobs = [job_of(p, mode, seed=3 + n) for n, p in enumerate(PROMPTS)]
-        drafter = tiny.TargetAsDrafter(target(), jobs, keeps_probs=verification == "rejection")
-        engine = tiny.make_engine(
+        drafter = drafters.TargetAsDrafter(target(), jobs, keeps_probs=verification == "rejection")
+        engine = engines.make_engine(
             target(), drafter, 4, verification, max_num_batched_tokens=16, static=static
         )
-        tiny.run(engine, jobs)
+        engines.run(engine, jobs)
         assert engine.stats.num_draft_tokens >= 20
         assert engine.stats.acceptance_rate == 1.0
 
@@ -157,7 +160,7 @@ SMALL_VOCAB = 4
 
 @cache
 def small_target() -> TargetModel:
-    return tiny.make_target(torch.float32, vocab_size=SMALL_VOCAB)
+    return SHALLOW.make_target(torch.float32, vocab_size=SMALL_VOCAB)
 
 
 def exact_distribution(
@@ -171,7 +174,7 @@ def exact_distribution(
     )
     out = {}
     for tokens in product(range(SMALL_VOCAB), repeat=length):
-        logits = tiny.naive_logits(small_target(), [*prompt, *tokens])[len(prompt) - 1 : -1]
+        logits = naive.logits_of(small_target(), [*prompt, *tokens])[len(prompt) - 1 : -1]
         mass = 1.0
         for row, token in zip(logits, tokens, strict=True):
             mass *= float(probabilities(filter_logits(row[None], rows))[0, token])
@@ -191,10 +194,11 @@ def deviation(seen: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float
 
 
 PROMPT, LENGTH = [1, 2, 0, 3, 1, 2, 0], 3
-CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {  # of the head; of requests
+# Of the head, so that some drafts are accepted and some not; of requests.
+CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "p-eagle": ({}, {}),
     "p-eagle, reduced vocabulary": ({"draft_vocab_size": 3}, {"temperature": 1.3}),
-    "eagle3, filtered": ({"method": "eagle3"}, {"temperature": 0.8, "top_k": 3}),
+    "eagle3, filtered": ({"method": "eagle3", "seed": 4}, {"temperature": 0.8, "top_k": 3}),
     "ngram": (None, {"temperature": 1.2, "min_p": 0.05}),
 }
 
@@ -218,6 +222,7 @@ def check_distribution(engine: Engine, params: SamplingParams, samples: int) -> 
     return sum(r.num_preemptions > 0 for r in requests)
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("name", CASES)
 def test_rejection_beside_greedy_requests_has_the_targets_distribution(
@@ -226,21 +231,22 @@ def test_rejection_beside_greedy_requests_has_the_targets_distribution(
     head, mode = CASES[name]
     drafter: Drafter = NgramDrafter(1, 3)
     if head is not None:
-        drafter = tiny.head_drafter(tiny.make_head(small_target(), **head))
-    engine = tiny.make_engine(
+        drafter = head_drafter(SHALLOW.make_head(small_target(), **head))
+    engine = engines.make_engine(
         small_target(), drafter, 2, "rejection", max_num_seqs=64, static=static
     )
     # One token more than is looked at, so that the last of them is drafted for, too.
     check_distribution(engine, SamplingParams(max_tokens=LENGTH + 1, **mode), 1000)
 
 
+@pytest.mark.slow
 @both_forms
 def test_preemption_leaves_the_distribution_alone(static: bool) -> None:
     """What a step in flight would have given is lost, and drawn again."""
-    drafter = tiny.head_drafter(tiny.make_head(small_target()))
+    drafter = head_drafter(SHALLOW.make_head(small_target()))
     options = {"max_num_seqs": 64, "max_model_len": 24, "block_size": 1}
-    options |= tiny.room_for(150, small_target(), drafter)
-    engine = tiny.make_engine(small_target(), drafter, 2, "rejection", static=static, **options)
+    options |= engines.room_for(150, small_target(), drafter)
+    engine = engines.make_engine(small_target(), drafter, 2, "rejection", static=static, **options)
     assert check_distribution(engine, SamplingParams(max_tokens=LENGTH + 6), 300) > 30
 
 
@@ -248,14 +254,17 @@ def test_rejection_with_a_seed_repeats_itself() -> None:
     jobs = [job_of(p, {}, seed=n) for n, p in enumerate(PROMPTS)]
     runs = []
     for _ in range(2):
-        drafter = tiny.head_drafter(tiny.make_head(target()))
-        engine = tiny.make_engine(target(), drafter, 4, "rejection")
-        runs.append(tiny.answers_of(tiny.run(engine, jobs)))
+        drafter = head_drafter(SHALLOW.make_head(target()))
+        engine = engines.make_engine(target(), drafter, 4, "rejection")
+        runs.append(engines.answers_of(engines.run(engine, jobs)))
     assert runs[0] == runs[1]
 
 
 def test_requests_without_a_seed_differ_and_the_engines_seed_repeats_them() -> None:
     jobs = [Job(PROMPTS[0], SamplingParams(max_tokens=12))] * 3
-    runs = [tiny.answers_of(tiny.run(tiny.make_engine(target(), seed=s), jobs)) for s in (1, 1, 2)]
+    runs = [
+        engines.answers_of(engines.run(engines.make_engine(target(), seed=s), jobs))
+        for s in (1, 1, 2)
+    ]
     assert runs[0] == runs[1]
     assert len({tuple(a) for a in runs[0] + runs[2]}) == 6

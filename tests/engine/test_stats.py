@@ -14,28 +14,29 @@ from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.statistics import SpecDecodeStats
+from tests.tiny import drafters, engines, naive
+from tests.tiny.engines import both_forms
+from tests.tiny.jobs import Job, prompts
+from tests.tiny.models import SHALLOW
 
-from . import tiny
-from .tiny import Job, both_forms
-
-PROMPTS = tiny.prompts(4, seed=9)
+PROMPTS = prompts(4, seed=9)
 LONG = SamplingParams(temperature=0.0, max_tokens=24)
 
 
 @cache
 def target() -> TargetModel:
-    return tiny.make_target(torch.float64)
+    return SHALLOW.make_target(torch.float64)
 
 
 @cache
 def known() -> list[list[int]]:
-    return [p + tiny.naive(target(), Job(p, LONG)) for p in PROMPTS]
+    return [p + naive.answer(target(), Job(p, LONG)) for p in PROMPTS]
 
 
 def drafter_named(name: str, seed: int) -> Drafter:
     if name == "host":
-        return tiny.mixed(known(), seed)
-    return tiny.ScriptedHead(tiny.make_head(target(), name), tiny.Script(known(), seed))
+        return drafters.mixed(known(), seed)
+    return drafters.ScriptedHead(SHALLOW.make_head(target(), name), drafters.Script(known(), seed))
 
 
 def counters(stats: SpecDecodeStats) -> dict[str, Any]:
@@ -54,6 +55,7 @@ def check_sums(stats: SpecDecodeStats) -> None:
     assert all(drafted >= reached >= accepted for drafted, reached, accepted in rows)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     st.integers(1, 10),
@@ -73,10 +75,10 @@ def test_tokens_out_are_steps_plus_accepted_up_to_trimming(
         Job(p, SamplingParams(temperature=0.0, max_tokens=length, stop_token_ids=stops), joins=n)
         for n, (p, (length, stops)) in enumerate(zip(PROMPTS, shapes, strict=True))
     ]
-    engine = tiny.make_engine(
+    engine = engines.make_engine(
         target(), drafter_named(drafter, seed), k, max_num_batched_tokens=16, static=static
     )
-    requests = tiny.run(engine, jobs)
+    requests = engines.run(engine, jobs)
     total = SpecDecodeStats()
     for request in requests:
         stats = request.stats
@@ -97,9 +99,9 @@ def test_tokens_out_are_steps_plus_accepted_up_to_trimming(
 def test_an_oracles_mean_acceptance_length_is_k_plus_1(k: int, static: bool) -> None:
     tokens = 1 + 4 * (k + 1)  # one from the prefill, then four full steps
     job = Job(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=tokens))
-    answer = PROMPTS[0] + tiny.naive(target(), job)
-    engine = tiny.make_engine(target(), tiny.oracle([answer]), k, static=static)
-    tiny.run(engine, [job])
+    answer = PROMPTS[0] + naive.answer(target(), job)
+    engine = engines.make_engine(target(), drafters.oracle([answer]), k, static=static)
+    engines.run(engine, [job])
     assert engine.stats.mean_acceptance_length == k + 1
     assert engine.stats.per_position_acceptance == [1.0] * k
     assert engine.stats.num_drafts == 4
@@ -109,8 +111,8 @@ def test_an_oracles_mean_acceptance_length_is_k_plus_1(k: int, static: bool) -> 
 @both_forms
 @pytest.mark.parametrize("drafter", ["host", "p-eagle"])
 def test_times_are_shared_out_among_the_requests(drafter: str, static: bool) -> None:
-    engine = tiny.make_engine(target(), drafter_named(drafter, 0), 4, static=static)
-    requests = tiny.run(engine, [Job(p, LONG, joins=n) for n, p in enumerate(PROMPTS)])
+    engine = engines.make_engine(target(), drafter_named(drafter, 0), 4, static=static)
+    requests = engines.run(engine, [Job(p, LONG, joins=n) for n, p in enumerate(PROMPTS)])
     for name in ("draft_time", "verify_time"):
         shares = [getattr(r.stats, name) for r in requests]
         assert all(share > 0 for share in shares)

@@ -15,9 +15,9 @@ from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.statistics import SpecDecodeStats
-
-from . import tiny
-from .tiny import GREEDY, Job
+from tests.tiny import drafters, engines, naive
+from tests.tiny.jobs import GREEDY, Job, prompts
+from tests.tiny.models import SHALLOW, head_drafter
 
 SAMPLED = [
     SamplingParams(seed=1, max_tokens=14),
@@ -39,29 +39,30 @@ BAD_WORDS = [[5], [1, 2], [7, 30, 11]]
 
 @cache
 def target() -> TargetModel:
-    return tiny.make_target()
+    return SHALLOW.make_target()
 
 
 @cache
 def head() -> Drafter:
-    return tiny.head_drafter(tiny.make_head(target()))
+    return head_drafter(SHALLOW.make_head(target()))
 
 
-def scripted(jobs: list[Job], ranks: tuple[int, ...] = (0, 1, 2, 7)) -> tiny.ScriptedTrees:
-    return tiny.ScriptedTrees(tiny.make_head(target()), tiny.known(target(), jobs), ranks)
+def scripted(jobs: list[Job], ranks: tuple[int, ...] = (0, 1, 2, 7)) -> drafters.ScriptedTrees:
+    return drafters.ScriptedTrees(SHALLOW.make_head(target()), naive.known(target(), jobs), ranks)
 
 
 def jobs_of(params: list[SamplingParams], count: int, seed: int = 1) -> list[Job]:
-    texts = tiny.prompts(count, seed=seed)
+    texts = prompts(count, seed=seed)
     return [Job(p, params[n % len(params)], joins=n // 2) for n, p in enumerate(texts)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("k", "nodes"), [(1, 1), (1, 8), (2, 5), (4, 3), (4, 12), (6, 30)])
 def test_greedy_answers_are_plain_decodings(k: int, nodes: int) -> None:
     jobs = jobs_of([GREEDY], 4)
     for drafter in (scripted(jobs), head()):
-        requests, _ = tiny.run_both(target(), drafter, k, jobs, nodes=nodes)
-        tiny.check_naive(target(), requests, jobs)
+        requests, _ = engines.run_both(target(), drafter, k, jobs, nodes=nodes)
+        naive.check(target(), requests, jobs)
 
 
 @pytest.mark.parametrize("params", [SAMPLED, HOST], ids=["sampled", "host"])
@@ -73,16 +74,14 @@ def test_with_every_sampling_parameter_answers_are_plain_decodings(
         for n, job in enumerate(jobs_of(params, 6))
     ]
     for drafter in (scripted(jobs), head()):
-        requests, _ = tiny.run_both(target(), drafter, 4, jobs, nodes=12)
-        tiny.check_naive(target(), requests, jobs)
+        requests, _ = engines.run_both(target(), drafter, 4, jobs, nodes=12)
+        naive.check(target(), requests, jobs)
 
 
 def test_logprobs_are_those_of_plain_decoding() -> None:
-    jobs = [
-        Job(p, SamplingParams(temperature=0.0, max_tokens=14, logprobs=4)) for p in tiny.prompts(3)
-    ]
-    plain = tiny.run(tiny.make_engine(target()), jobs)
-    requests, _ = tiny.run_both(target(), scripted(jobs), 4, jobs, nodes=10)
+    jobs = [Job(p, SamplingParams(temperature=0.0, max_tokens=14, logprobs=4)) for p in prompts(3)]
+    plain = engines.run(engines.make_engine(target()), jobs)
+    requests, _ = engines.run_both(target(), scripted(jobs), 4, jobs, nodes=10)
     for ours, theirs in zip(requests, plain, strict=True):
         assert len(ours.logprobs) == len(theirs.logprobs) == 14
         for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
@@ -90,6 +89,7 @@ def test_logprobs_are_those_of_plain_decoding() -> None:
             assert a.logprobs == pytest.approx(b.logprobs, abs=1e-9)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=12)
 @given(
     st.integers(0, 1000),
@@ -104,33 +104,33 @@ def test_any_trees_under_preemption_leave_the_answers_alone(
     jobs = jobs_of([GREEDY, SAMPLED[3]], 4, seed)
     drafter = scripted(jobs, tuple(ranks))
     options = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "max_model_len": 36}
-    options |= tiny.room_for(room + nodes, target(), drafter)
+    options |= engines.room_for(room + nodes, target(), drafter)
     nodes = min(nodes, 8) if k == 1 else nodes
     for static in (False, True):
-        engine = tiny.make_engine(target(), drafter, k, nodes=nodes, static=static, **options)
-        tiny.check_naive(target(), tiny.run(engine, jobs), jobs)
+        engine = engines.make_engine(target(), drafter, k, nodes=nodes, static=static, **options)
+        naive.check(target(), engines.run(engine, jobs), jobs)
 
 
 @pytest.mark.parametrize("windows", [(4, None), (6, 6)])
 def test_sliding_windows_see_the_path_and_not_its_siblings(
     windows: tuple[int | None, ...],
 ) -> None:
-    model = tiny.make_target(sliding_windows=windows)
-    jobs = [Job(p, GREEDY) for p in tiny.prompts(3, seed=5)]
-    drafter = tiny.ScriptedTrees(tiny.make_head(model), tiny.known(model, jobs), (0, 1, 3))
-    requests, _ = tiny.run_both(model, drafter, 4, jobs, nodes=12)
-    tiny.check_naive(model, requests, jobs)
+    model = SHALLOW.make_target(sliding_windows=windows)
+    jobs = [Job(p, GREEDY) for p in prompts(3, seed=5)]
+    drafter = drafters.ScriptedTrees(SHALLOW.make_head(model), naive.known(model, jobs), (0, 1, 3))
+    requests, _ = engines.run_both(model, drafter, 4, jobs, nodes=12)
+    naive.check(model, requests, jobs)
 
 
 def test_a_tree_with_the_right_tokens_is_accepted_to_its_full_depth() -> None:
-    jobs = [Job(p, SamplingParams(temperature=0.0, max_tokens=41)) for p in tiny.prompts(2, seed=3)]
+    jobs = [Job(p, SamplingParams(temperature=0.0, max_tokens=41)) for p in prompts(2, seed=3)]
     drafter = scripted(jobs, (1,))  # never the best candidate
-    [first, _], engine = tiny.run_both(target(), drafter, 3, jobs, nodes=40)
+    [first, _], engine = engines.run_both(target(), drafter, 3, jobs, nodes=40)
     stats = first.stats
     assert stats.num_accepted_tokens_per_pos[:2] == [stats.num_drafts] * 2
     assert len(stats.num_draft_tokens_per_pos) == 3
     assert stats.mean_acceptance_length > 3.5
-    chain, _ = tiny.run_both(target(), drafter, 3, jobs)
+    chain, _ = engines.run_both(target(), drafter, 3, jobs)
     assert chain[0].stats.num_accepted_tokens < stats.num_accepted_tokens
     assert engine.stats.num_accepted_tokens_per_pos[0] > 0
 
@@ -139,10 +139,10 @@ def test_requests_of_their_own_depth_stand_beside_each_other() -> None:
     own = [0, 1, 2, None]
     jobs = [
         Job(p, SamplingParams(temperature=0.0, max_tokens=14, num_speculative_tokens=k))
-        for p, k in zip(tiny.prompts(4, seed=2), own, strict=True)
+        for p, k in zip(prompts(4, seed=2), own, strict=True)
     ]
-    requests, engine = tiny.run_both(target(), scripted(jobs, (0,)), 4, jobs, nodes=9)
-    tiny.check_naive(target(), requests, jobs)
+    requests, engine = engines.run_both(target(), scripted(jobs, (0,)), 4, jobs, nodes=9)
+    naive.check(target(), requests, jobs)
     depths = [len([n for n in r.stats.num_accepted_tokens_per_pos if n]) for r in requests]
     assert depths == [0, 1, 2, 4]
     assert [len(r.stats.num_draft_tokens_per_pos) for r in requests] == depths
@@ -154,17 +154,17 @@ def test_requests_of_their_own_depth_stand_beside_each_other() -> None:
 
 
 def test_float32_kernels_take_trees_and_give_plain_decodings_answers() -> None:
-    model = tiny.make_target(torch.float32)
-    jobs = [Job(p, GREEDY) for p in tiny.prompts(4, seed=8)]
-    drafter = tiny.ScriptedTrees(tiny.make_head(model), tiny.known(model, jobs), (0, 1, 3))
-    plain = tiny.run(tiny.make_engine(model), jobs)
-    requests = tiny.run(tiny.make_engine(model, drafter, 4, nodes=12), jobs)
-    assert tiny.answers_of(requests) == tiny.answers_of(plain)
+    model = SHALLOW.make_target(torch.float32)
+    jobs = [Job(p, GREEDY) for p in prompts(4, seed=8)]
+    drafter = drafters.ScriptedTrees(SHALLOW.make_head(model), naive.known(model, jobs), (0, 1, 3))
+    plain = engines.run(engines.make_engine(model), jobs)
+    requests = engines.run(engines.make_engine(model, drafter, 4, nodes=12), jobs)
+    assert engines.answers_of(requests) == engines.answers_of(plain)
     assert sum(r.stats.num_accepted_tokens for r in requests) > 20
 
 
 def test_what_cannot_be_a_tree_is_refused() -> None:
-    eagle3 = tiny.head_drafter(tiny.make_head(target(), "eagle3"))
+    eagle3 = head_drafter(SHALLOW.make_head(target(), "eagle3"))
     with pytest.raises(ConfigError, match="eagle3 drafts no trees"):
         Speculation(eagle3, 4, num_draft_nodes=9)
     with pytest.raises(ConfigError, match="rejection verifies chains"):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from train import tiny
 
 from peagle.checkpoints.heads.loading import load_head
 from peagle.config import EngineConfig, Verification
@@ -27,17 +26,21 @@ from peagle.teacher_forcing.draft_model import DraftModel, autocast
 from peagle.teacher_forcing.features import OnlineFeatures
 from peagle.train.loop import TrainingRun
 from peagle.train.setup import assemble
+from tests.tiny import training
+from tests.tiny.models import DEEP, ROPE
 
 K = 4
 AUX_LAYERS = (2, 3, 5)
 EOS = (5, 17, 23)  # common enough that some answers end by them
 GENERATOR = torch.Generator().manual_seed(5)
-PROMPTS = [torch.randint(tiny.VOCAB, (1 + n % 7,), generator=GENERATOR).tolist() for n in range(16)]
+PROMPTS = [
+    torch.randint(training.VOCAB, (1 + n % 7,), generator=GENERATOR).tolist() for n in range(16)
+]
 
 
 @cache
 def target() -> TargetModel:
-    return tiny.target(torch.float64)
+    return DEEP.make_target(torch.float64)
 
 
 def run_engine(
@@ -91,7 +94,7 @@ def evaluator(dataset: Dataset, **options: Any) -> Evaluator:
 
 
 def random_head(method: str, **changes: Any) -> EagleNetwork:
-    return tiny.head(target(), method, **changes).requires_grad_(False)
+    return training.trainable_head(target(), method, **changes).requires_grad_(False)
 
 
 def trained_head(method: str, folder: Path) -> EagleNetwork:
@@ -99,14 +102,14 @@ def trained_head(method: str, folder: Path) -> EagleNetwork:
     params = SamplingParams(temperature=0.0, max_tokens=40)
     requests, _ = run_engine(random_head(method), 1, params)
     write_answers(folder / "data", requests, 40)
-    recipe = tiny.recipe(
+    recipe = training.recipe(
         folder,
         head={"method": method},
         data={"held_out_share": 0.0},
         optimizer={"learning_rate": 2e-2},
         schedule={"steps": 45},
     )
-    TrainingRun(assemble(recipe, target(), tiny.ROPE))()
+    TrainingRun(assemble(recipe, target(), ROPE))()
     head = str(folder / "run" / "head")
     return load_head(head, target(), dtype=torch.float64, device=torch.device("cpu"))
 
@@ -118,6 +121,7 @@ def acceptance(stats: Any) -> dict[str, Any]:
     } | {"draft_time": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 @pytest.mark.parametrize("trained", [False, True], ids=["random", "trained"])
 def test_greedy_acceptance_is_the_engines_for_every_k(
@@ -148,6 +152,7 @@ def test_limits_of_context_and_head_count_as_in_the_engine(tmp_path: Path) -> No
     assert acceptance(result.groups["all"][K - 1]) == acceptance(stats)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 def test_sampled_acceptance_is_expected_as_the_engine_finds_it(

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from train import tiny
 
 from peagle.data.dataset import Dataset
 from peagle.evaluate.evaluator import Evaluator
@@ -21,6 +20,8 @@ from peagle.models.target import TargetModel
 from peagle.speculation.statistics import SpecDecodeStats
 from peagle.teacher_forcing.draft_model import DraftModel, autocast
 from peagle.teacher_forcing.features import OnlineFeatures
+from tests.tiny import drafters, training
+from tests.tiny.models import DEEP
 
 K = 4
 PROMPT = 3
@@ -43,7 +44,7 @@ def drafted_replay(
     stats = SpecDecodeStats()
     newest = PROMPT
     while newest < len(tokens) - 1:
-        draft = tiny.propose(drafter, tokens[: newest + 1], aux_hidden_states, k, argmax)
+        draft = drafters.propose(drafter, tokens[: newest + 1], aux_hidden_states, k, argmax)
         truth = tokens[newest + 1 : newest + 1 + k].tolist()
         accepted = 0
         while accepted < len(truth) and draft[accepted] == truth[accepted]:
@@ -53,18 +54,19 @@ def drafted_replay(
     return stats
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
-@pytest.mark.parametrize("draft_vocab_size", [tiny.VOCAB, 25])
+@pytest.mark.parametrize("draft_vocab_size", [training.VOCAB, 25])
 def test_offline_acceptance_is_that_of_drafting_step_by_step(
     method: str, draft_vocab_size: int, tmp_path: Path
 ) -> None:
-    model = tiny.target()
-    network = tiny.head(model, method, draft_vocab_size=draft_vocab_size)
-    if draft_vocab_size < tiny.VOCAB:
+    model = DEEP.make_target()
+    network = training.trainable_head(model, method, draft_vocab_size=draft_vocab_size)
+    if draft_vocab_size < training.VOCAB:
         network.target_ids = torch.arange(draft_vocab_size) + 7
     drafter = PEagleDrafter(network) if method == "p-eagle" else Eagle3Drafter(network)
     documents = easy_documents(drafter, model)
-    tiny.write_dataset(tmp_path, documents, PROMPT)
+    training.write_dataset(tmp_path, documents, PROMPT)
     evaluator = Evaluator(
         Dataset(tmp_path),
         list(range(len(documents))),
@@ -97,7 +99,7 @@ def easy_documents(drafter: PEagleDrafter | Eagle3Drafter, model: TargetModel) -
                 tokens, positions, causal_attention(positions), drafter.aux_hidden_state_layers
             ).aux_hidden_states
             assert aux_hidden_states is not None
-            draft = tiny.propose(drafter, tokens, aux_hidden_states, K, argmax)
+            draft = drafters.propose(drafter, tokens, aux_hidden_states, K, argmax)
             kept = int(torch.randint(0, K + 1, (1,), generator=generator))
             own = torch.randint(7, 32, (1,), generator=generator)
             tokens = torch.cat((tokens, torch.tensor(draft[:kept]).long(), own))

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models import tiny
 from peagle.engine.blocks import BlockTable
 from peagle.engine.row_layouts import ExactLayout, PaddedLayout, PagedModel, RowLayout
 from peagle.kernels.step_ops import step_ops
 from peagle.models.drafter import DraftBatch, NetworkDrafter, Packing, PromptRows, RowItems, Rows
 from peagle.models.output import OutputRows
+from tests.tiny.caches import poisoned_cache, shuffled_tables
 
 CPU = torch.device("cpu")
 OPS = step_ops(CPU)
@@ -102,10 +102,10 @@ class Server:
         self.drafter, self.texts, self.max_k, self.padded = drafter, texts, max_k, padded
         assert drafter.cache_layout is not None
         lengths = [len(t.tokens) + max_k for t in texts]
-        tables, num_slots = tiny.shuffled_tables(lengths, BLOCK_SIZE, seed)
+        tables, num_slots = shuffled_tables(lengths, BLOCK_SIZE, seed)
         assert drafter.max_positions is not None
         self.model = PagedModel(
-            tiny.poisoned_cache(drafter.cache_layout, num_slots), drafter.max_positions - 1
+            poisoned_cache(drafter.cache_layout, num_slots), drafter.max_positions - 1
         )
         self.layout = make_layout(tables, padded=padded)
 

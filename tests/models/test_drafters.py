@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tolerance import near
 from torch import Tensor
 
-from models import serving, tiny
-from models.naive import NaiveHead
 from peagle.checkpoints.heads.loading import save_head
 from peagle.models.attention import MaskedAttention
 from peagle.models.drafter import NetworkDrafter
@@ -23,6 +20,10 @@ from peagle.models.masks import Elements, dense_mask
 from peagle.models.p_eagle import PEagleDrafter
 from peagle.models.rollouts import full_rollouts, rollout_hidden, rollout_rows
 from peagle.models.target import TargetModel
+from tests.models import serving
+from tests.models.naive import NaiveHead
+from tests.tiny.models import UNEVEN
+from tests.tolerance import near
 
 K = 5
 OWN_TABLES = {"has_embed_tokens": True, "has_lm_head": True}
@@ -59,7 +60,7 @@ def drafter_of(network: EagleNetwork) -> NetworkDrafter:
 
 @pytest.fixture(scope="module")
 def target() -> TargetModel:
-    return tiny.target()
+    return UNEVEN.make_target()
 
 
 def naive(network: EagleNetwork, target: TargetModel, folder: Path) -> NaiveHead:
@@ -91,7 +92,7 @@ def training_logits(network: EagleNetwork, text: serving.Text, shuffle: bool) ->
 def test_training_logits_at_anchor_and_depth_are_those_of_the_proposed_token(
     name: str, padded: bool, target: TargetModel
 ) -> None:
-    network = tiny.head(target, **P_EAGLE_HEADS[name])
+    network = UNEVEN.make_head(target, **P_EAGLE_HEADS[name])
     texts = serving.make_texts([40, 31, 12], network.fc.in_features)
     served = serving.serve(PEagleDrafter(network), texts, K, padded=padded)
     assert {len(s.drafted) for s in served} == {1, 2, 3, 4, 5}
@@ -102,9 +103,10 @@ def test_training_logits_at_anchor_and_depth_are_those_of_the_proposed_token(
             torch.testing.assert_close(row, trained[text][newest_verified, depth])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", P_EAGLE_HEADS)
 def test_p_eagle_equals_the_naive_drafter(name: str, target: TargetModel, tmp_path: Path) -> None:
-    network = tiny.head(target, **P_EAGLE_HEADS[name])
+    network = UNEVEN.make_head(target, **P_EAGLE_HEADS[name])
     second = naive(network, target, tmp_path / "head")
     texts = serving.make_texts([12, 9], network.fc.in_features)
     served = serving.serve(PEagleDrafter(network), texts, 4)
@@ -119,7 +121,7 @@ def test_p_eagle_equals_the_naive_drafter(name: str, target: TargetModel, tmp_pa
 
 @pytest.mark.parametrize("name", EAGLE3_HEADS)
 def test_eagle3_equals_the_naive_drafter(name: str, target: TargetModel, tmp_path: Path) -> None:
-    network = tiny.head(target, "eagle3", **EAGLE3_HEADS[name])
+    network = UNEVEN.make_head(target, "eagle3", **EAGLE3_HEADS[name])
     second = naive(network, target, tmp_path / "head")
     texts = serving.make_texts([12, 10, 7], network.fc.in_features)
     served = serving.serve(Eagle3Drafter(network), texts, 4)
@@ -134,7 +136,7 @@ def test_eagle3_equals_the_naive_drafter(name: str, target: TargetModel, tmp_pat
 
 @METHODS
 def test_proposals_do_not_depend_on_the_steps_before(method: str, target: TargetModel) -> None:
-    network = tiny.head(target, method, **REDUCED)
+    network = UNEVEN.make_head(target, method, **REDUCED)
     texts = serving.make_texts([40, 37, 20], network.fc.in_features)
     seen: dict[Any, Tensor] = {}
     for seed in range(3):
@@ -149,7 +151,7 @@ def test_proposals_do_not_depend_on_the_steps_before(method: str, target: Target
 def test_padded_rows_give_the_drafts_of_exact_ones(
     method: str, seed: int, target: TargetModel
 ) -> None:
-    network = tiny.head(target, method, **REDUCED)
+    network = UNEVEN.make_head(target, method, **REDUCED)
     texts = serving.make_texts([25, 19, 12, 5], network.fc.in_features)
     exact = serving.serve(drafter_of(network), texts, K, seed)
     padded = serving.serve(drafter_of(network), texts, K, seed, padded=True)
@@ -163,7 +165,7 @@ def test_padded_rows_give_the_drafts_of_exact_ones(
 @METHODS
 def test_prompts_alone_fill_the_cache(method: str, padded: bool, target: TargetModel) -> None:
     """A step without newest tokens drafts nothing, and later ones read what it wrote."""
-    network = tiny.head(target, method)
+    network = UNEVEN.make_head(target, method)
     texts = serving.make_texts([9, 6], network.fc.in_features)
     server = serving.Server(drafter_of(network), texts, K, 0, padded=padded)
     assert server.propose([], [serving.Chunk(1, 0, 3), serving.Chunk(0, 0, 6)]) == []
@@ -175,7 +177,7 @@ def test_prompts_alone_fill_the_cache(method: str, padded: bool, target: TargetM
 
 
 def test_rollout_rows_are_the_rows_of_the_general_rollout(target: TargetModel) -> None:
-    network = tiny.head(target)
+    network = UNEVEN.make_head(target)
     text = serving.make_texts([7], network.fc.in_features)[0]
     elements = full_rollouts(6, 3)
     attention = MaskedAttention(dense_mask(elements), elements.positions)
@@ -188,8 +190,10 @@ def test_rollout_rows_are_the_rows_of_the_general_rollout(target: TargetModel) -
 
 
 def test_drafters_say_what_the_engine_must_provide(target: TargetModel) -> None:
-    p_eagle = PEagleDrafter(tiny.head(target, num_hidden_layers=3, max_position_embeddings=77))
-    eagle3 = Eagle3Drafter(tiny.head(target, "eagle3"))
+    p_eagle = PEagleDrafter(
+        UNEVEN.make_head(target, num_hidden_layers=3, max_position_embeddings=77)
+    )
+    eagle3 = Eagle3Drafter(UNEVEN.make_head(target, "eagle3"))
     assert p_eagle.aux_hidden_state_layers == eagle3.aux_hidden_state_layers == (1, 2, 4)
     assert p_eagle.cache_layout == (3, 2, 6)
     assert eagle3.cache_layout == (1, 2, 6)

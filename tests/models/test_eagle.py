@@ -6,23 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from tolerance import near
 from transformers import LlamaConfig
 
-from models import tiny
 from peagle.errors import HeadError, ModelError
 from peagle.models.attention import causal_attention
 from peagle.models.config import DecoderConfig
 from peagle.models.eagle import EagleNetwork, initialise, shared_tables
 from peagle.models.layers import RMSNorm, lay_out_for_cpu
 from peagle.models.target import default_aux_hidden_state_layers
+from tests.tiny.models import UNEVEN, randomise
+from tests.tolerance import near
 
 OWN_TABLES = {"has_embed_tokens": True, "has_lm_head": True}
 
 
 def started(method: str, seed: int = 5, **changes: Any) -> EagleNetwork:
-    target = tiny.target()
-    network = EagleNetwork(tiny.head_config(method, **changes), shared_tables(target))
+    target = UNEVEN.make_target()
+    network = EagleNetwork(UNEVEN.head_config(method, **changes), shared_tables(target))
     network.to(torch.float64)
     if network.config.reduced_vocabulary:
         network.target_ids = torch.arange(58, -1, -1)[: network.config.draft_vocab_size]
@@ -54,7 +54,7 @@ def test_starting_weights_are_finite_and_depend_on_the_generator_alone(
 
 
 def test_starting_tables_are_the_targets() -> None:
-    target = tiny.target()
+    target = UNEVEN.make_target()
     network = started("p-eagle", **OWN_TABLES, draft_vocab_size=23)
     assert network.embed_tokens is not None
     assert network.lm_head is not None
@@ -71,8 +71,8 @@ def test_starting_matrices_are_small() -> None:
 
 
 def test_a_compact_head_owns_none_of_its_targets_weights() -> None:
-    target = tiny.target()
-    network = tiny.head(target)
+    target = UNEVEN.make_target()
+    network = UNEVEN.make_head(target)
     names = [name for name, _ in network.named_parameters()]
     assert not any("embed_tokens" in name or "lm_head" in name for name in names)
     assert network.embed(torch.tensor([3])).tolist() == [target.embed_tokens.weight[3].tolist()]
@@ -80,17 +80,17 @@ def test_a_compact_head_owns_none_of_its_targets_weights() -> None:
 
 
 def test_a_compact_head_with_a_reduced_vocabulary_takes_its_rows_of_the_targets_table() -> None:
-    target = tiny.target()
-    network = tiny.head(target, draft_vocab_size=23)
+    target = UNEVEN.make_target()
+    network = UNEVEN.make_head(target, draft_vocab_size=23)
     assert torch.equal(network.output_weight(), target.lm_head.weight[network.target_ids])
 
 
 def test_logits_are_float32_at_least() -> None:
-    target = tiny.target(torch.bfloat16)
-    network = tiny.head(target)
+    target = UNEVEN.make_target(torch.bfloat16)
+    network = UNEVEN.make_head(target)
     hidden = torch.ones(2, 32, dtype=torch.bfloat16)
     assert network.logits(hidden).dtype == target.logits(hidden).dtype == torch.float32
-    double = tiny.target()
+    double = UNEVEN.make_target()
     assert double.logits(torch.ones(2, 32, dtype=torch.float64)).dtype == torch.float64
 
 
@@ -99,7 +99,7 @@ def test_rms_norm_is_that_of_transformers(dtype: torch.dtype) -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     ours, theirs = RMSNorm(16, 1e-2).to(dtype), LlamaRMSNorm(16, 1e-2).to(dtype)
-    tiny.randomise(ours, scale=0.7)
+    randomise(ours, scale=0.7)
     theirs.weight.data.copy_(ours.weight)
     x = torch.randn(50, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     if dtype == torch.bfloat16:
@@ -111,9 +111,9 @@ def test_rms_norm_is_that_of_transformers(dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def test_layout_for_the_cpu_changes_no_result_and_no_name() -> None:
-    target = tiny.target(torch.float32, tie_word_embeddings=True)
-    network = tiny.head(target)
-    tokens, positions = tiny.tokens(9), torch.arange(9)
+    target = UNEVEN.make_target(torch.float32, tie_word_embeddings=True)
+    network = UNEVEN.make_head(target)
+    tokens, positions = UNEVEN.tokens(9), torch.arange(9)
 
     def run() -> list[torch.Tensor]:
         attention = causal_attention(positions)
@@ -143,8 +143,8 @@ def test_default_aux_layers_are_early_middle_and_late() -> None:
 
 
 def test_positions_reach_to_the_end_of_the_context_and_no_further() -> None:
-    target = tiny.target(max_position_embeddings=70)
-    network = tiny.head(target, max_position_embeddings=50)
+    target = UNEVEN.make_target(max_position_embeddings=70)
+    network = UNEVEN.make_head(target, max_position_embeddings=50)
     for module, length in ((target, 70), (network, 50)):
         module.rotary(torch.tensor([length - 1]), torch.float64)
         with pytest.raises(IndexError):
@@ -158,8 +158,8 @@ def test_a_head_turns_positions_as_a_target_of_the_same_rope_does() -> None:
         "factor": 4.0,
         "original_max_position_embeddings": 32,
     }
-    target = tiny.target(head_dim=6, rope_parameters=dict(rope))
-    network = tiny.head(target, rope_parameters=rope)
+    target = UNEVEN.make_target(head_dim=6, rope_parameters=dict(rope))
+    network = UNEVEN.make_head(target, rope_parameters=rope)
     assert target.config.rope_scale > 1.1
     assert torch.equal(network.rotary.cos, target.rotary.cos)
     assert torch.equal(network.rotary.sin, target.rotary.sin)
@@ -168,7 +168,7 @@ def test_a_head_turns_positions_as_a_target_of_the_same_rope_does() -> None:
 def test_making_a_decoder_leaves_the_heads_config_as_it_was() -> None:
     """transformers writes defaults into the rope parameters it is given."""
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
-    config = tiny.head_config(rope_parameters=rope)
+    config = UNEVEN.head_config(rope_parameters=rope)
     config.decoder()
     assert config.rope_parameters == {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 
@@ -188,7 +188,7 @@ def test_making_a_decoder_leaves_the_heads_config_as_it_was() -> None:
 )
 def test_a_head_config_that_makes_no_sense_is_refused(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(HeadError, match=named):
-        tiny.head_config(**changes)
+        UNEVEN.head_config(**changes)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_head_config_that_makes_no_sense_is_refused(changes: dict[str, Any], n
 )
 def test_rope_parameters_that_cannot_be_used_are_named(rope: dict[str, Any], named: str) -> None:
     with pytest.raises(HeadError, match=named) as caught:
-        tiny.head_config(rope_parameters=rope).decoder()
+        UNEVEN.head_config(rope_parameters=rope).decoder()
     assert "\n" not in str(caught.value)
 
 
@@ -214,9 +214,9 @@ def test_rope_parameters_that_cannot_be_used_are_named(rope: dict[str, Any], nam
     ],
 )
 def test_a_head_for_another_target_says_what_differs(changes: dict[str, int], named: str) -> None:
-    other = DecoderConfig.from_transformers(LlamaConfig(**tiny.SIZES | changes))
+    other = DecoderConfig.from_transformers(LlamaConfig(**UNEVEN.target | changes))
     with pytest.raises(HeadError, match=f"made for tiny: {named}"):
-        tiny.head_config().check_fits(other)
+        UNEVEN.head_config().check_fits(other)
 
 
 @pytest.mark.parametrize(
@@ -230,15 +230,11 @@ def test_a_head_for_another_target_says_what_differs(changes: dict[str, int], na
     ],
 )
 def test_a_head_that_cannot_run_on_its_target_is_refused(changes: dict[str, Any]) -> None:
-    config = DecoderConfig.from_transformers(LlamaConfig(**tiny.SIZES))
+    config = DecoderConfig.from_transformers(LlamaConfig(**UNEVEN.target))
+    for fits in ({"aux_hidden_state_layer_ids": (0, 2, 4)}, {"hidden_size": 20, **OWN_TABLES}):
+        UNEVEN.head_config(**fits).check_fits(config)
     with pytest.raises(HeadError):
-        tiny.head_config(**changes).check_fits(config)
-
-
-def test_a_head_that_fits_is_let_through() -> None:
-    config = DecoderConfig.from_transformers(LlamaConfig(**tiny.SIZES))
-    tiny.head_config(aux_hidden_state_layer_ids=(0, 2, 4)).check_fits(config)
-    tiny.head_config(hidden_size=20, **OWN_TABLES).check_fits(config)
+        UNEVEN.head_config(**changes).check_fits(config)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +246,7 @@ def test_a_head_that_fits_is_let_through() -> None:
     ],
 )
 def test_what_the_native_target_cannot_run_is_named(changes: dict[str, Any], named: str) -> None:
-    config = LlamaConfig(**tiny.SIZES)
+    config = LlamaConfig(**UNEVEN.target)
     for key, value in changes.items():
         setattr(config, key, value)
     with pytest.raises(ModelError, match=named) as caught:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tolerance import near
 from torch import nn
 
 from peagle.errors import ConfigError
@@ -18,8 +17,8 @@ from peagle.models.attention import causal_attention
 from peagle.models.fp8 import Fp8Linear, check_gpu, quantize_linears
 from peagle.models.layers import Linear, lay_out_for_cpu
 from peagle.models.target import TargetModel
-
-from . import tiny
+from tests.tiny.models import UNEVEN
+from tests.tolerance import near
 
 HALF_STEP = 2.0**-4  # of e4m3's three bits behind the leading one, relative
 
@@ -31,13 +30,13 @@ def quantised(model: TargetModel) -> TargetModel:
 
 
 def target(dtype: torch.dtype = torch.float32, **changes: object) -> TargetModel:
-    return tiny.target(dtype, intermediate_size=48, **changes)
+    return UNEVEN.make_target(dtype, intermediate_size=48, **changes)
 
 
 def logits(model: TargetModel, length: int = 12) -> torch.Tensor:
     positions = torch.arange(length)
     with torch.inference_mode():
-        out = model(tiny.tokens(length), positions, causal_attention(positions))
+        out = model(UNEVEN.tokens(length), positions, causal_attention(positions))
         return model.logits(out.hidden)
 
 
@@ -147,7 +146,7 @@ def test_no_second_copy_of_the_model_is_held(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_sizes_that_the_product_does_not_take_are_refused_before_anything_changes() -> None:
-    model = tiny.target(torch.float32, intermediate_size=40)
+    model = UNEVEN.make_target(torch.float32, intermediate_size=40)
     with pytest.raises(ConfigError, match="multiples of 16, but down_proj is 32 x 40"):
         quantize_linears(model)
     assert not any(isinstance(module, Fp8Linear) for module in model.modules())

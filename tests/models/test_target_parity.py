@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tolerance import rounding
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -19,13 +18,15 @@ from transformers import (
     Qwen3Config,
 )
 
-from models import tiny
 from peagle.checkpoints.references import load_tokenizer, resolve_model
 from peagle.checkpoints.targets import load_target
 from peagle.engine.kv_cache import target_layout
 from peagle.models.attention import causal_attention
 from peagle.models.drafter import Span
 from peagle.models.target import TargetModel
+from tests.tiny.caches import poisoned_cache, shuffled_tables
+from tests.tiny.models import UNEVEN, save_reference
+from tests.tolerance import rounding
 
 CPU = torch.device("cpu")
 LLAMA3 = {
@@ -47,7 +48,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 
 
 
 def make(family: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
-    return family(**tiny.SIZES | changes)
+    return family(**UNEVEN.target | changes)
 
 
 FAMILIES = {
@@ -114,13 +115,13 @@ class Family(NamedTuple):
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     folder = tmp_path_factory.mktemp(request.param)
-    reference = tiny.save_reference(folder, FAMILIES[request.param])
+    reference = save_reference(folder, FAMILIES[request.param])
     return Family(folder, reference, load_target(folder, dtype=torch.float32, device=CPU))
 
 
 @torch.no_grad()
 def test_one_pass_equals_transformers(family: Family) -> None:
-    tokens, positions = tiny.tokens(40), torch.arange(40)
+    tokens, positions = UNEVEN.tokens(40), torch.arange(40)
     target = family.target
     hidden, aux_hidden_states = target(
         tokens, positions, causal_attention(positions), all_layers(target)
@@ -133,9 +134,9 @@ def test_chunks_of_several_sequences_through_the_paged_cache_equal_transformers(
     family: Family,
 ) -> None:
     target = family.target
-    texts = [tiny.tokens(n, seed=n) for n in (41, 40, 23, 6)]
-    tables, num_slots = tiny.shuffled_tables([len(t) for t in texts])
-    cache = tiny.poisoned_cache(target_layout(target), num_slots, torch.float32)
+    texts = [UNEVEN.tokens(n, seed=n) for n in (41, 40, 23, 6)]
+    tables, num_slots = shuffled_tables([len(t) for t in texts])
+    cache = poisoned_cache(target_layout(target), num_slots, torch.float32)
     chunks = random.Random(0)
     done = [0] * len(texts)
     outputs: list[list[tuple[Tensor, Tensor]]] = [[] for _ in texts]
@@ -163,10 +164,10 @@ def test_chunks_of_several_sequences_through_the_paged_cache_equal_transformers(
 
 @pytest.mark.parametrize("name", ["llama-biases", "llama-tied", "qwen3-bias-window"])
 def test_shards_load_like_one_file(name: str, tmp_path: Path) -> None:
-    reference = tiny.save_reference(tmp_path, FAMILIES[name], max_shard_size="12KB")
+    reference = save_reference(tmp_path, FAMILIES[name], max_shard_size="12KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     target = load_target(tmp_path, dtype=torch.float32, device=CPU)
-    tokens, positions = tiny.tokens(9), torch.arange(9)
+    tokens, positions = UNEVEN.tokens(9), torch.arange(9)
     with torch.no_grad():
         hidden, aux_hidden_states = target(
             tokens, positions, causal_attention(positions), all_layers(target)
@@ -176,7 +177,7 @@ def test_shards_load_like_one_file(name: str, tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_bfloat16_is_as_near_to_the_truth_as_transformers_is(family: Family) -> None:
-    tokens, positions = tiny.tokens(20), torch.arange(20)
+    tokens, positions = UNEVEN.tokens(20), torch.arange(20)
     truth = expected(family.reference, tokens).logits
     half = AutoModelForCausalLM.from_pretrained(
         family.folder, dtype=torch.bfloat16, attn_implementation="eager"
@@ -193,8 +194,8 @@ def test_bfloat16_is_as_near_to_the_truth_as_transformers_is(family: Family) -> 
 
 @torch.no_grad()
 def test_aux_hidden_states_come_in_the_order_asked_for_and_may_repeat() -> None:
-    target = tiny.target()
-    tokens, positions = tiny.tokens(5), torch.arange(5)
+    target = UNEVEN.make_target()
+    tokens, positions = UNEVEN.tokens(5), torch.arange(5)
     attention = causal_attention(positions)
     every = target(tokens, positions, attention, (0, 1, 2, 3, 4)).aux_hidden_states
     some = target(tokens, positions, attention, (3, 0, 4, 3)).aux_hidden_states
@@ -205,6 +206,7 @@ def test_aux_hidden_states_come_in_the_order_asked_for_and_may_repeat() -> None:
 
 
 @pytest.mark.network
+@pytest.mark.slow
 @torch.no_grad()
 def test_smollm2_equals_transformers() -> None:
     folder = resolve_model("smollm2-135m")

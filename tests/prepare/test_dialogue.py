@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engine.conftest import byte_tokenizer
-from train.tiny_folder import write_model
 
 from peagle.engine.llm import LLM
 from peagle.errors import RequestError
 from peagle.prepare.dialogue import chat_renderer
+from tests.tiny.folders import byte_tokenizer, write_model
 
 MESSAGES = [{"role": "user", "content": "Hi there"}]
 SYSTEM = {"role": "system", "content": "Be brief"}

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine.conftest import byte_tokenizer
-from engine.tiny import make_target
 
 from peagle.config import EngineConfig
 from peagle.data import dataset as dataset_module
@@ -27,7 +25,10 @@ from peagle.prepare.answers import EmbeddedAnswers, Question, TargetAnswer
 from peagle.prepare.dataset_spec import DatasetSpec
 from peagle.prepare.preparation import ALL_ROWS, Preparation, PreparationCounts, PreparationProgress
 from peagle.sampling_params import SamplingParams
+from tests.tiny.folders import byte_tokenizer
+from tests.tiny.models import SHALLOW
 
+ROOT = Path(__file__).parents[2]
 TOKENIZER = byte_tokenizer()
 END = TOKENIZER.eos_token_id
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32)
@@ -86,7 +87,7 @@ def one_turn(count: int) -> list[Conversation]:
 
 
 def test_the_mask_is_one_on_generated_ids_alone(tmp_path: Path) -> None:
-    target = make_target(torch.float32, vocab_size=len(TOKENIZER))
+    target = SHALLOW.make_target(torch.float32, vocab_size=len(TOKENIZER))
     engine = Engine(target, EngineConfig(max_num_seqs=2), eos_token_ids=[END])
     conversations = [Conversation(f"r{n}", ("a" * (n + 1),), category="x") for n in range(7)]
     counts = prepare(tmp_path, conversations, EmbeddedAnswers(engine, GREEDY))
@@ -103,7 +104,7 @@ def test_the_mask_is_one_on_generated_ids_alone(tmp_path: Path) -> None:
 
 
 def test_sampled_answers_do_not_depend_on_their_neighbours(tmp_path: Path) -> None:
-    target = make_target(torch.float32, vocab_size=len(TOKENIZER))
+    target = SHALLOW.make_target(torch.float32, vocab_size=len(TOKENIZER))
     params = SamplingParams(temperature=1.0, max_tokens=12)
     found = []
     for name, conversations in (("all", one_turn(5)), ("one", one_turn(5)[3:4])):
@@ -232,9 +233,8 @@ def test_other_options_do_not_mix(tmp_path: Path) -> None:
 
 KILLED = """
 import sys, time
-sys.path.insert(0, sys.argv[2])
 from pathlib import Path
-from prepare import test_prepare as t
+from tests.prepare import test_prepare as t
 
 def slow(prompt):
     time.sleep(0.02)
@@ -244,9 +244,9 @@ t.prepare(Path(sys.argv[1]), t.one_turn(400), t.Scripted(slow, capacity=8), flus
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_without_losing_or_repeating_rows(tmp_path: Path) -> None:
-    tests = str(Path(__file__).parents[1])
-    child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), tests])
+    child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT)
     wait_for(tmp_path / "shard-00009.json", child)
     os.kill(child.pid, signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL

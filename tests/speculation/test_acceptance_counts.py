@@ -50,6 +50,7 @@ def test_length_is_one_plus_the_sum_over_positions(steps) -> None:
     assert math.isclose(stats.mean_acceptance_length, total)
 
 
+@pytest.mark.slow
 @given(STEPS, STEPS)
 def test_merging_equals_observing_everything(first, second) -> None:
     merged, other = observed(first), observed(second)

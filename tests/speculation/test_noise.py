@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from tolerance import near
 from torch import Tensor
 
 from peagle.speculation import noise
 from peagle.speculation.noise import derive_seed, gumbel_noise, stream_uniform, uniform_noise
+from tests.tolerance import near
 
 SIGMAS = 5.5  # fixed inputs: a bound this wide fails only if the hash is bad
 

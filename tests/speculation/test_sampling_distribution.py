@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tolerance import near, rounding
 from torch import Tensor
 
 from peagle.speculation import sampling
@@ -22,6 +21,7 @@ from peagle.speculation.sampling import (
     probabilities,
     sample,
 )
+from tests.tolerance import near, rounding
 
 INF = math.inf
 NEAR = rounding(terms=12)  # float32 may decide either way when a threshold is nearer than this
@@ -81,6 +81,7 @@ def assert_distribution(actual: Tensor, expected: list[float]) -> None:
     torch.testing.assert_close(actual, torch.tensor(expected), **near(terms=12))
 
 
+@pytest.mark.slow
 @given(LOGITS, SETTINGS)
 @settings(max_examples=400)
 def test_filtered_distribution_equals_the_slow_one(logits: list[float], setting) -> None:

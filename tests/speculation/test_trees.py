@@ -67,6 +67,7 @@ def test_nodes_are_distinct_paths_in_falling_order_of_their_probability(
             assert score == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(seeds, st.integers(1, 3), st.integers(1, 12))
 def test_with_a_beam_that_holds_them_all_the_best_nodes_are_found(

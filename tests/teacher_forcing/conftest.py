@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from train.conftest import _one_thread as _one_thread
+from tests.train.conftest import _one_thread as _one_thread

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerance import near
-from train import tiny
 
 from peagle.models.attention import MaskedAttention
 from peagle.models.masks import Elements, dense_mask
@@ -14,13 +13,15 @@ from peagle.teacher_forcing import attention
 from peagle.teacher_forcing.attention import FlexAttention, classify_blocks
 from peagle.teacher_forcing.partition import Segment, Shapes, build_segments, supervised_runs
 from peagle.train.cod import draw_depths, retentions
+from tests.tiny import training
+from tests.tolerance import near
 
 sizes = st.lists(st.integers(1, 90), min_size=1, max_size=5)
 
 
 def segment_of(lengths: list[int], seed: int, padded: int = 1) -> Segment:
     capacity = sum(lengths) + seed % 7
-    row = tiny.packed(lengths, capacity + -capacity % padded, seed=seed)
+    row = training.packed(lengths, capacity + -capacity % padded, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     counts = draw_depths(supervised_runs(row), retentions(4, 0.8, 0.0), generator)
     n = len(row.token_ids)
@@ -67,6 +68,7 @@ def blocks_of(mask: torch.Tensor) -> torch.Tensor:
     return mask.view(count, size, count, size).transpose(1, 2).flatten(2)
 
 
+@pytest.mark.slow
 def test_block_classes_visit_hardly_more_blocks_than_needed() -> None:
     lengths = torch.randint(50, 400, (14,), generator=torch.Generator().manual_seed(0)).tolist()
     elements = segment_of(lengths, seed=0, padded=128).elements  # as on GPU
@@ -76,6 +78,7 @@ def test_block_classes_visit_hardly_more_blocks_than_needed() -> None:
     assert certain.sum() >= 0.95 * pairs.all(-1).sum()
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(sizes, st.integers(0, 99), st.sampled_from([None, 16]))
 def test_flex_attention_equals_dense_attention(

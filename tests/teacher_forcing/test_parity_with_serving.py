@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from train import tiny
 
 from peagle.models.attention import causal_attention
 from peagle.models.drafter import Packing
@@ -17,6 +16,8 @@ from peagle.teacher_forcing.attention import attention_for
 from peagle.teacher_forcing.draft_model import segment_hidden, unroll
 from peagle.teacher_forcing.features import Features, OnlineFeatures
 from peagle.teacher_forcing.partition import build_segments, supervised_runs
+from tests.tiny import drafters, training
+from tests.tiny.models import DEEP
 
 K = 4
 
@@ -39,7 +40,7 @@ def served_logits(
 ) -> Tensor:
     """[K, V]: what the drafter says when it starts after the token at anchor + 1."""
     chooser = TrueTokens(tokens, anchor)
-    tiny.propose(drafter, tokens[: anchor + 2], aux_hidden_states, K, chooser)
+    drafters.propose(drafter, tokens[: anchor + 2], aux_hidden_states, K, chooser)
     return torch.stack([chooser.logits[d] for d in range(K)])
 
 
@@ -53,9 +54,9 @@ def document(row_tokens: Tensor, model: object, start: int, length: int) -> tupl
 
 
 def test_training_logits_at_anchor_and_depth_are_those_of_the_served_draft_token() -> None:
-    model = tiny.target()
-    network = tiny.head(model)
-    row = tiny.packed([14, 17], capacity=33)
+    model = DEEP.make_target()
+    network = training.trainable_head(model)
+    row = training.packed([14, 17], capacity=33)
     counts = supervised_runs(row).clamp(max=K)
     (segment,) = build_segments(row, counts, [0, 33], torch.ones(K))
     hidden = segment_hidden(network, segment, OnlineFeatures(model, (2, 3, 5))(row))
@@ -73,9 +74,11 @@ def test_training_logits_at_anchor_and_depth_are_those_of_the_served_draft_token
 def test_test_time_training_logits_are_those_of_the_served_draft_token(
     norm_output: bool, layers: int
 ) -> None:
-    model = tiny.target()
-    network = tiny.head(model, "eagle3", norm_output=norm_output, num_hidden_layers=layers)
-    row = tiny.packed([14, 17], capacity=33)
+    model = DEEP.make_target()
+    network = training.trainable_head(
+        model, "eagle3", norm_output=norm_output, num_hidden_layers=layers
+    )
+    row = training.packed([14, 17], capacity=33)
     features = OnlineFeatures(model, (2, 3, 5))(row)
     steps = unroll(network, features, row.document, row.position, K)
     tokens, aux_hidden_states = document(row.token_ids, model, 14, 17)
@@ -87,9 +90,9 @@ def test_test_time_training_logits_are_those_of_the_served_draft_token(
 
 
 def test_rows_laid_out_for_training_equal_the_general_rollout() -> None:
-    model = tiny.target()
-    network = tiny.head(model)
-    row = tiny.packed([20], capacity=20)
+    model = DEEP.make_target()
+    network = training.trainable_head(model)
+    row = training.packed([20], capacity=20)
     (segment,) = build_segments(row, supervised_runs(row).clamp(max=K), [0, 20], torch.ones(K))
     features: Features = OnlineFeatures(model, (2, 3, 5))(row)
     expected = rollout_hidden(
@@ -103,8 +106,8 @@ def test_rows_laid_out_for_training_equal_the_general_rollout() -> None:
 
 
 def test_packed_documents_do_not_see_each_other() -> None:
-    model = tiny.target()
-    row = tiny.packed([9, 12], capacity=24)
+    model = DEEP.make_target()
+    row = training.packed([9, 12], capacity=24)
     features = OnlineFeatures(model, (2, 3, 5))(row)
     for start, length in ((0, 9), (9, 12)):
         _, aux_hidden_states = document(row.token_ids, model, start, length)

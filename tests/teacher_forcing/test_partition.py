@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from train import tiny
 
 from peagle.data.packing import PackedRow
 from peagle.teacher_forcing.draft_model import DraftModel
@@ -28,9 +27,11 @@ from peagle.train.planner import PEaglePlanner
 from peagle.train.recipe import OptimizerSection
 from peagle.train.setup import checkpoint_activations
 from peagle.train.trainer import Trainer
+from tests.tiny import training
+from tests.tiny.models import DEEP
 
 rows = st.builds(
-    tiny.packed,
+    training.packed,
     st.lists(st.integers(1, 12), min_size=1, max_size=3),
     st.just(40),
     seed=st.integers(0, 50),
@@ -82,7 +83,7 @@ def test_balanced_boundaries_make_the_largest_segment_smallest(
 
 def test_no_further_pass_is_made_where_it_would_not_make_the_largest_smaller() -> None:
     # The last token's context is the whole row: cut anywhere, one segment has all 40 rows.
-    row = tiny.packed([40], 40)
+    row = training.packed([40], 40)
     boundaries = balanced_boundaries(row, torch.ones(40, dtype=torch.long), 3)
     assert segment_sizes(row, torch.ones(40, dtype=torch.long), boundaries) == [40, 0, 0]
 
@@ -102,8 +103,8 @@ def test_each_loss_row_has_the_weight_of_its_own_depth(
 
 def gradients(num_segments: int, packed: list[PackedRow]) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of one step over all rows, in float64."""
-    model = tiny.target()
-    network = tiny.head(model, has_embed_tokens=True, has_lm_head=True)
+    model = DEEP.make_target()
+    network = training.trainable_head(model, has_embed_tokens=True, has_lm_head=True)
     planner = PEaglePlanner(
         retentions(4, 0.8, 0.0), 0.9 ** torch.arange(4).double(), num_segments=num_segments
     )
@@ -135,7 +136,7 @@ def gradients(num_segments: int, packed: list[PackedRow]) -> tuple[float, dict[s
 
 @pytest.mark.parametrize("num_segments", [2, 3, 5])
 def test_loss_and_gradients_equal_those_of_one_segment(num_segments: int) -> None:
-    packed = [tiny.packed([30, 21, 8], 64, seed=1), tiny.packed([60], 64, seed=2)]
+    packed = [training.packed([30, 21, 8], 64, seed=1), training.packed([60], 64, seed=2)]
     loss, expected = gradients(1, packed)
     partitioned_loss, partitioned = gradients(num_segments, packed)
     assert partitioned_loss == pytest.approx(loss, abs=1e-9)
@@ -145,7 +146,7 @@ def test_loss_and_gradients_equal_those_of_one_segment(num_segments: int) -> Non
 
 
 def test_auto_takes_the_fewest_segments_that_fit() -> None:
-    row = tiny.packed([60, 60], 128)
+    row = training.packed([60, 60], 128)
     planner = PEaglePlanner(retentions(4, 1.0, 0.0), torch.ones(4))
     for max_rows, expected in ((10_000, 1), (340, 2), (230, 3)):
         planner.max_rows = max_rows
@@ -155,14 +156,14 @@ def test_auto_takes_the_fewest_segments_that_fit() -> None:
 
 
 def test_activation_checkpointing_changes_no_gradient() -> None:
-    model = tiny.target()
-    row = tiny.packed([30, 21], 64)
+    model = DEEP.make_target()
+    row = training.packed([30, 21], 64)
     planner = PEaglePlanner(retentions(4, 1.0, 0.0), torch.ones(4))
     (segment,) = planner(row, torch.Generator().manual_seed(0)).segments
     features = OnlineFeatures(model, (2, 3, 5))(row)
     found = []
     for checkpointed in (False, True):
-        network = tiny.head(model)
+        network = training.trainable_head(model)
         if checkpointed:
             checkpoint_activations(network.layers, compiled=False)
         states, _ = DraftModel(network)(segment, features)

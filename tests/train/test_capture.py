@@ -14,15 +14,16 @@ from peagle.teacher_forcing.features import OnlineFeatures
 from peagle.train.features.capture import StoredFeatures, capture, states_bytes
 from peagle.train.loop import TrainingRun
 from peagle.train.setup import assemble
-from train import tiny
+from tests.tiny import training
+from tests.tiny.models import DEEP, ROPE
 
 AUX_LAYERS = (2, 3, 5)
 
 
 def captured(folder: Path, **options: int) -> tuple[Dataset, OnlineFeatures]:
-    tiny.write_dataset(folder / "data", tiny.counting_language(20, 24))
+    training.write_dataset(folder / "data", training.counting_language(20, 24))
     dataset = Dataset(folder / "data")
-    online = OnlineFeatures(tiny.target(torch.float32), AUX_LAYERS)
+    online = OnlineFeatures(DEEP.make_target(torch.float32), AUX_LAYERS)
     list(capture(dataset, online, folder / "states", "tiny", tokens_per_pass=100, **options))
     return dataset, online
 
@@ -46,17 +47,18 @@ def test_stored_states_are_the_targets_own(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_training_does_not_know_where_its_features_come_from(tmp_path: Path) -> None:
     captured(tmp_path)
     losses = []
     for features in (None, str(tmp_path / "states")):
-        recipe = tiny.recipe(
+        recipe = training.recipe(
             tmp_path,
             target={"model": "tiny"},
             data={"features": features},
             run={"folder": str(tmp_path / f"run-{features is None}")},
         )
-        setup = assemble(recipe, tiny.target(torch.float32), tiny.ROPE)
+        setup = assemble(recipe, DEEP.make_target(torch.float32), ROPE)
         TrainingRun(setup)()
         rows = setup.batches.rows_from(0)
         setup.trainer.step([next(rows)], 0.0)
@@ -65,9 +67,9 @@ def test_training_does_not_know_where_its_features_come_from(tmp_path: Path) -> 
 
 
 def test_a_killed_capture_goes_on_where_it_was(tmp_path: Path) -> None:
-    tiny.write_dataset(tmp_path / "data", tiny.counting_language(20, 24))
+    training.write_dataset(tmp_path / "data", training.counting_language(20, 24))
     dataset = Dataset(tmp_path / "data")
-    online = OnlineFeatures(tiny.target(torch.float32), AUX_LAYERS)
+    online = OnlineFeatures(DEEP.make_target(torch.float32), AUX_LAYERS)
     first = capture(dataset, online, tmp_path / "states", "tiny", tokens_per_pass=100)
     assert next(first) == 4
     first.close()
@@ -79,7 +81,7 @@ def test_a_killed_capture_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_states_of_other_tokens_are_refused(tmp_path: Path) -> None:
     captured(tmp_path)
-    tiny.write_dataset(tmp_path / "other", tiny.counting_language(20, 24, seed=1))
+    training.write_dataset(tmp_path / "other", training.counting_language(20, 24, seed=1))
     dataset = Dataset(tmp_path / "other")
     with pytest.raises(DataError, match="belong to other tokens"):
         stored(tmp_path, dataset).fetch(pack(dataset, [0], 24))

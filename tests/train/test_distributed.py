@@ -14,7 +14,10 @@ from safetensors.torch import load_file
 
 from peagle.train.loop import TrainingRun
 from peagle.train.setup import assemble
-from train import tiny
+from tests.tiny import training
+from tests.tiny.models import DEEP, ROPE
+
+pytestmark = pytest.mark.slow
 
 STEPS = 3
 UNEVEN = 46  # rows of a segment: then packed rows have unlike numbers of segments
@@ -24,8 +27,8 @@ def train(
     folder: Path, name: str, *, max_rows: int | None = None, **sections: dict[str, Any]
 ) -> None:
     run = {"folder": str(folder / name), "partitions": 2} | sections.pop("run", {})
-    recipe = tiny.recipe(folder, run=run, schedule={"steps": STEPS}, **sections)
-    setup = assemble(recipe, tiny.target(), tiny.ROPE)
+    recipe = training.recipe(folder, run=run, schedule={"steps": STEPS}, **sections)
+    setup = assemble(recipe, DEEP.make_target(), ROPE)
     setup.batches.plan.max_rows = max_rows
     TrainingRun(setup)()
 
@@ -50,14 +53,14 @@ def process(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("distributed")
-    tiny.write_dataset(folder / "data", tiny.counting_language(60, 24))
+    training.write_dataset(folder / "data", training.counting_language(60, 24))
     train(folder, "one", data={"rows_per_step": 2})
     mp.spawn(process, args=(folder,), nprocs=2)
     return folder
 
 
 def test_unlike_numbers_of_segments_really_occur(runs: Path) -> None:
-    batches = assemble(tiny.recipe(runs), tiny.target(), tiny.ROPE).batches
+    batches = assemble(training.recipe(runs), DEEP.make_target(), ROPE).batches
     batches.plan.max_rows = UNEVEN
     rows = batches.rows_from(0)
     numbers = [len(next(rows).segments) for _ in range(2 * STEPS)]

@@ -14,25 +14,26 @@ from peagle.train.forecast import disk_use, forecast, run_length
 from peagle.train.inputs import open_inputs
 from peagle.train.memory import Footprint, footprint
 from peagle.train.setup import assemble
-from train import tiny
+from tests.tiny import training
+from tests.tiny.models import DEEP, ROPE
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    tiny.write_dataset(tmp_path / "data", tiny.counting_language(40, 24))
+    training.write_dataset(tmp_path / "data", training.counting_language(40, 24))
     return tmp_path
 
 
 def computed(folder: Path, num_gpus: int = 1, device: Any = "cuda", **sections: Any) -> Footprint:
-    recipe = tiny.recipe(folder, **sections)
-    return footprint(open_inputs(recipe, tiny.target().config, tiny.ROPE), num_gpus, device)
+    recipe = training.recipe(folder, **sections)
+    return footprint(open_inputs(recipe, DEEP.make_target().config, ROPE), num_gpus, device)
 
 
 def test_every_part_of_a_plain_run_is_listed(data: Path) -> None:
-    network = tiny.head(tiny.target(torch.float32))
+    network = training.trainable_head(DEEP.make_target(torch.float32))
     weights = sum(p.numel() for p in network.parameters())
     parts = computed(data).parts
-    assert parts["target's weights"] == 2 * sum(p.numel() for p in tiny.target().parameters())
+    assert parts["target's weights"] == 2 * sum(p.numel() for p in DEEP.make_target().parameters())
     assert parts["gradients"] == 4 * weights
     assert parts["AdamW's moments"] == 8 * weights
     assert parts["drafter's weights"] > 4 * weights  # and the rotations' tables
@@ -56,7 +57,9 @@ def test_what_a_recipe_changes_shows(data: Path) -> None:
 def test_features_from_disk_leave_the_targets_layers_out(data: Path) -> None:
     weight = "target's weights"
     stored = computed(data, data={"features": "somewhere"}).parts[weight]
-    tables = tiny.target().embed_tokens.weight.numel() + tiny.target().lm_head.weight.numel()
+    tables = (
+        DEEP.make_target().embed_tokens.weight.numel() + DEEP.make_target().lm_head.weight.numel()
+    )
     assert stored == 2 * (tables + 16)  # and the final norm
     copied = computed(data, data={"features": "x"}, head={"copy_target_layers": True})
     assert copied.parts[weight] == computed(data).parts[weight]  # layers to copy from
@@ -76,7 +79,7 @@ def test_fsdp2_shares_weights_and_moments_and_ddp_does_not(data: Path) -> None:
 
 
 def test_the_forecast_names_minutes_steps_and_disk(data: Path) -> None:
-    setup = assemble(tiny.recipe(data), tiny.target(torch.float32), tiny.ROPE)
+    setup = assemble(training.recipe(data), DEEP.make_target(torch.float32), ROPE)
     found = forecast(setup, total_steps=600, num_steps=2)
     assert found["forecast_minutes"] == pytest.approx(found["seconds_per_step"] * 10)
     assert found["forecast_steps"] == 600
@@ -89,7 +92,7 @@ def test_the_forecast_names_minutes_steps_and_disk(data: Path) -> None:
 
 
 def test_a_schedule_by_time_forecasts_its_steps(data: Path) -> None:
-    recipe = tiny.recipe(data, schedule={"steps": None, "minutes": 2.0})
+    recipe = training.recipe(data, schedule={"steps": None, "minutes": 2.0})
     length = run_length(recipe, 0, seconds_per_step=0.5)
     assert length == {"forecast_steps": 240, "forecast_minutes": 2.0}
 
@@ -120,9 +123,9 @@ def _activations(one: Footprint) -> int:
     "options", [{"partitions": 2}, {"partitions": "auto"}, {"activation_checkpointing": True}]
 )
 def test_what_eagle3_cannot_do_is_refused(options: dict[str, Any], data: Path) -> None:
-    recipe = tiny.recipe(data, head={"method": "eagle3"}, run=options)
+    recipe = training.recipe(data, head={"method": "eagle3"}, run=options)
     with pytest.raises(ConfigError, match="works with p-eagle heads alone"):
-        assemble(recipe, tiny.target(torch.float32), tiny.ROPE)
+        assemble(recipe, DEEP.make_target(torch.float32), ROPE)
 
 
 def test_a_footprint_is_the_sum_of_its_parts() -> None:

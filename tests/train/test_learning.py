@@ -11,13 +11,16 @@ import torch
 from peagle.checkpoints.heads.loading import load_head
 from peagle.train.loop import TrainingRun
 from peagle.train.setup import assemble
-from train import tiny
+from tests.tiny import training
+from tests.tiny.models import DEEP, ROPE
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_loss_falls_and_acceptance_rises_above_one_and_a_half(method: str, tmp_path: Path) -> None:
-    tiny.write_dataset(tmp_path / "data", tiny.counting_language(120, 40))
-    recipe = tiny.recipe(
+    training.write_dataset(tmp_path / "data", training.counting_language(120, 40))
+    recipe = training.recipe(
         tmp_path,
         head={"method": method},
         data={"tokens_per_row": 200, "held_out_share": 0.05},
@@ -25,8 +28,8 @@ def test_loss_falls_and_acceptance_rises_above_one_and_a_half(method: str, tmp_p
         loss={"kind": "ce"},
         schedule={"steps": 150},
     )
-    model = tiny.target(torch.float32)
-    progress = TrainingRun(assemble(recipe, model, tiny.ROPE))()
+    model = DEEP.make_target(torch.float32)
+    progress = TrainingRun(assemble(recipe, model, ROPE))()
     lines = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["kind"] == "train"]
     assert losses[-1] < 0.6 * losses[0]

@@ -33,8 +33,9 @@ from peagle.train.planner import Eagle3Planner, PEaglePlanner, PlannedRow
 from peagle.train.recipe import OptimizerSection
 from peagle.train.setup import checkpoint_activations
 from peagle.train.trainer import Trainer
-from train import tiny
-from train.live_memory import KernelAttention, LiveBytes
+from tests.tiny import training
+from tests.tiny.models import DEEP
+from tests.train.live_memory import KernelAttention, LiveBytes
 
 MOST = 1.6  # times what is really taken
 NUM_TOKENS = 200
@@ -56,7 +57,7 @@ class RandomFeatures:
 
 
 def head(method: str, size: int, inner: int, layers: int, dtype: torch.dtype) -> EagleNetwork:
-    config = tiny.head_config(
+    config = DEEP.head_config(
         method,
         hidden_size=size,
         target_hidden_size=size,
@@ -66,8 +67,8 @@ def head(method: str, size: int, inner: int, layers: int, dtype: torch.dtype) ->
         max_position_embeddings=512,
     )
     tables = SharedTables(
-        nn.Embedding(tiny.VOCAB, size, dtype=dtype),
-        nn.Linear(size, tiny.VOCAB, bias=False, dtype=dtype),
+        nn.Embedding(training.VOCAB, size, dtype=dtype),
+        nn.Linear(size, training.VOCAB, bias=False, dtype=dtype),
     )
     for table in tables:
         table.requires_grad_(False)
@@ -77,7 +78,7 @@ def head(method: str, size: int, inner: int, layers: int, dtype: torch.dtype) ->
 def planned_row(config: HeadConfig) -> PlannedRow:
     kind = PEaglePlanner if config.method == "p-eagle" else Eagle3Planner
     planner = kind(retentions(4, 0.8, 0.0), torch.ones(4))
-    row = tiny.packed([NUM_TOKENS - 40, 40], NUM_TOKENS)
+    row = training.packed([NUM_TOKENS - 40, 40], NUM_TOKENS)
     return planner(row, torch.Generator().manual_seed(0))
 
 
@@ -114,6 +115,7 @@ def counted(network: EagleNetwork, rows: int, chunk_rows: int, *, checkpointing:
     )
 
 
+@pytest.mark.slow
 @given(
     method=st.sampled_from(["p-eagle", "p-eagle", "eagle3"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -191,7 +193,7 @@ def test_a_chunk_of_the_loss_is_counted(kind: Any, dtype: torch.dtype) -> None:
     with LiveBytes() as live:
         loss = ChunkedLoss(kind, chunk_rows, compiled=False)
         loss(torch.randn(rows, size).to(dtype), tables, truth, torch.ones(rows))
-    config = tiny.head_config(vocab_size=vocab, draft_vocab_size=vocab)
+    config = DEEP.head_config(vocab_size=vocab, draft_vocab_size=vocab)
     ratio = loss_bytes(config, chunk_rows, dtype.itemsize, compiled=False) / live.peak
     assert 0.98 <= ratio <= (1.1 if kind == "kl" else MOST)
 
@@ -211,7 +213,7 @@ def test_the_count_is_a_bound_of_peaks_measured_on_a_gpu(
 
 
 def smollm2_head(**changes: Any) -> EagleNetwork:
-    config = tiny.head_config(
+    config = DEEP.head_config(
         hidden_size=576,
         target_hidden_size=576,
         intermediate_size=1536,

@@ -10,7 +10,8 @@ from torch import nn
 
 from peagle.train.optimizer import build_optimizer, learning_rate_share, set_learning_rate
 from peagle.train.recipe import OptimizerSection, ScheduleSection
-from train import tiny
+from tests.tiny import training
+from tests.tiny.models import DEEP
 
 KINDS = ("linear", "cosine", "constant")
 
@@ -58,7 +59,7 @@ def test_a_constant_rate_stays_at_its_peak() -> None:
 
 
 def test_matrices_decay_and_norms_and_mask_vectors_do_not() -> None:
-    network = tiny.head(tiny.target())
+    network = training.trainable_head(DEEP.make_target())
     optimizer = build_optimizer(network, OptimizerSection(weight_decay=0.3))
     decay = {p: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     trained = dict(network.named_parameters())
@@ -70,7 +71,7 @@ def test_matrices_decay_and_norms_and_mask_vectors_do_not() -> None:
 
 
 def test_frozen_weights_are_left_out() -> None:
-    network = tiny.head(tiny.target())
+    network = training.trainable_head(DEEP.make_target())
     network.fc.requires_grad_(False)
     optimizer = build_optimizer(network, OptimizerSection())
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -102,6 +103,6 @@ def test_two_steps_are_those_of_adamw_with_the_recipes_numbers() -> None:
 
 
 def test_a_new_rate_reaches_every_group() -> None:
-    optimizer = build_optimizer(tiny.head(tiny.target()), OptimizerSection())
+    optimizer = build_optimizer(training.trainable_head(DEEP.make_target()), OptimizerSection())
     set_learning_rate(optimizer, 0.125)
     assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]

@@ -19,19 +19,22 @@ from peagle.train.journal import read_metrics
 from peagle.train.loop import TrainingRun
 from peagle.train.run_folder import restore_newest
 from peagle.train.setup import Setup, assemble
-from train import tiny
+from tests.tiny import training
+from tests.tiny.models import DEEP, ROPE
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    tiny.write_dataset(tmp_path / "data", tiny.counting_language(40, 24))
+    training.write_dataset(tmp_path / "data", training.counting_language(40, 24))
     return tmp_path
 
 
 def setup(folder: Path, name: str, **sections: dict[str, Any]) -> Setup:
     run = {"folder": str(folder / name)} | sections.pop("run", {})
-    recipe = tiny.recipe(folder, run={"checkpoint_every": 2, **run}, **sections)
-    return assemble(recipe, tiny.target(torch.float32), tiny.ROPE)
+    recipe = training.recipe(folder, run={"checkpoint_every": 2, **run}, **sections)
+    return assemble(recipe, DEEP.make_target(torch.float32), ROPE)
 
 
 def final_weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -15,17 +15,18 @@ from peagle.teacher_forcing.partition import Shapes
 from peagle.train.journal import METRICS, Journal, read_metrics
 from peagle.train.loop import TrainingRun
 from peagle.train.setup import Setup, assemble
-from train import tiny
+from tests.tiny import training
+from tests.tiny.models import DEEP, ROPE
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    tiny.write_dataset(tmp_path / "data", tiny.counting_language(40, 24))
+    training.write_dataset(tmp_path / "data", training.counting_language(40, 24))
     return tmp_path
 
 
 def setup(folder: Path, **run: Any) -> Setup:
-    return assemble(tiny.recipe(folder, run=run), tiny.target(torch.float32), tiny.ROPE)
+    return assemble(training.recipe(folder, run=run), DEEP.make_target(torch.float32), ROPE)
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -52,6 +53,7 @@ def test_a_run_without_plot_packages_works_and_says_so(
     assert files == {"recipe.json", "provenance.json", METRICS, "checkpoints", "head"}
 
 
+@pytest.mark.slow
 def test_curves_are_a_picture(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     hide(monkeypatch, "tensorboard")
@@ -89,6 +91,7 @@ def test_a_resumed_run_has_each_step_once_in_its_metrics(tmp_path: Path) -> None
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
 
 
+@pytest.mark.slow
 def test_cut_elements_are_counted_and_warned_of_once(
     data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -101,6 +104,7 @@ def test_cut_elements_are_counted_and_warned_of_once(
     assert sum("have no room in the padded rows" in m for m in caplog.messages) == 1
 
 
+@pytest.mark.slow
 def test_nothing_is_cut_where_nothing_is_padded(
     data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

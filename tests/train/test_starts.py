@@ -17,19 +17,20 @@ from peagle.teacher_forcing.features import OnlineFeatures
 from peagle.teacher_forcing.partition import Segment
 from peagle.train.planner import build_planner
 from peagle.train.setup import assemble
-from train import tiny
+from tests.tiny import training
+from tests.tiny.models import DEEP, ROPE
 
 AUX_LAYERS = [2, 3, 3]  # the last is the input of the target's last three layers
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    tiny.write_dataset(tmp_path / "data", tiny.counting_language(40, 24))
+    training.write_dataset(tmp_path / "data", training.counting_language(40, 24))
     return tmp_path
 
 
 def network(folder: Path, target: TargetModel, **head: Any) -> EagleNetwork:
-    return assemble(tiny.recipe(folder, head=head), target, tiny.ROPE).network
+    return assemble(training.recipe(folder, head=head), target, ROPE).network
 
 
 def copied(folder: Path, target: TargetModel) -> EagleNetwork:
@@ -38,7 +39,7 @@ def copied(folder: Path, target: TargetModel) -> EagleNetwork:
 
 
 def test_the_layers_are_the_targets_last_ones(data: Path) -> None:
-    target = tiny.target()
+    target = DEEP.make_target()
     made = copied(data, target)
     first = made.layers[0]
     assert isinstance(first, FirstLayer)
@@ -58,19 +59,19 @@ def test_the_layers_are_the_targets_last_ones(data: Path) -> None:
 def test_the_features_begin_as_the_last_tap(data: Path) -> None:
     aux_hidden_states = torch.randn(5, 48, dtype=torch.float64)
     assert torch.equal(
-        copied(data, tiny.target()).features(aux_hidden_states), aux_hidden_states[:, 32:]
+        copied(data, DEEP.make_target()).features(aux_hidden_states), aux_hidden_states[:, 32:]
     )
 
 
 def test_without_the_embeddings_part_it_says_what_the_target_says(data: Path) -> None:
     """Fed with the stream that enters the copied layers, real rows leave as the target's do."""
-    target = tiny.target()
+    target = DEEP.make_target()
     made = copied(data, target)
     first = made.layers[0]
     assert isinstance(first, FirstLayer)
-    row = tiny.packed([20, 12], 32)
+    row = training.packed([20, 12], 32)
     features = OnlineFeatures(target, tuple(AUX_LAYERS))(row)
-    (segment,) = build_planner(tiny.recipe(data), 4)(row, torch.Generator()).segments
+    (segment,) = build_planner(training.recipe(data), 4)(row, torch.Generator()).segments
     with torch.no_grad():
         noisy = real_rows(made, segment, features)
         first.self_attn.qkv_proj.weight[:, :16] = 0.0  # what it starts to learn from noise
@@ -95,12 +96,12 @@ def test_layers_that_cannot_be_copied_are_refused(
     head: dict[str, Any], message: str, data: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        network(data, tiny.target(), copy_target_layers=True, **head)
+        network(data, DEEP.make_target(), copy_target_layers=True, **head)
 
 
 def test_a_run_starts_with_another_heads_weights(data: Path) -> None:
-    target = tiny.target(torch.float32)
-    other = tiny.head(target, seed=5)
+    target = DEEP.make_target(torch.float32)
+    other = training.trainable_head(target, seed=5)
     save_head(other, data / "other")
     made = network(data, target, start_from=str(data / "other"))
     for name, weight in other.named_parameters():
@@ -110,8 +111,8 @@ def test_a_run_starts_with_another_heads_weights(data: Path) -> None:
 
 def test_the_head_that_is_saved_has_this_runs_depth_and_name(data: Path) -> None:
     """What a run may change of the head that it starts from."""
-    target = tiny.target(torch.float32)
-    save_head(tiny.head(target), data / "other")
+    target = DEEP.make_target(torch.float32)
+    save_head(training.trainable_head(target), data / "other")
     options = {"max_speculative_tokens": 6, "num_speculative_tokens": 5}
     made = network(data, target, start_from=str(data / "other"), **options)
     save_head(made, data / "again")
@@ -121,7 +122,7 @@ def test_the_head_that_is_saved_has_this_runs_depth_and_name(data: Path) -> None
 
 
 def test_a_start_of_other_sizes_names_them(data: Path) -> None:
-    target = tiny.target(torch.float32)
-    save_head(tiny.head(target, num_hidden_layers=3), data / "other")
+    target = DEEP.make_target(torch.float32)
+    save_head(training.trainable_head(target, num_hidden_layers=3), data / "other")
     with pytest.raises(ConfigError, match="num_hidden_layers 3, not 2"):
         network(data, target, start_from=str(data / "other"))

@@ -18,7 +18,8 @@ from peagle.teacher_forcing.partition import Shapes, build_segments, supervised_
 from peagle.train.cod import draw_depths, retentions
 from peagle.train.loop import TrainingRun
 from peagle.train.setup import assemble
-from train import tiny
+from tests.tiny import training
+from tests.tiny.models import DEEP, ROPE
 
 pytestmark = pytest.mark.gpu
 
@@ -31,9 +32,11 @@ def dense(elements: Elements, positions: torch.Tensor, windows: object = None) -
 
 def case() -> tuple[PackedRow, EagleNetwork, Features]:
     torch.set_float32_matmul_precision("highest")
-    row = tiny.packed([200, 120, 250], 640)
-    model = tiny.target(torch.float32, head_dim=16).to(CUDA)
-    network = tiny.head(tiny.target(torch.float32, head_dim=16), head_dim=16).to(CUDA)
+    row = training.packed([200, 120, 250], 640)
+    model = DEEP.make_target(torch.float32, head_dim=16).to(CUDA)
+    network = training.trainable_head(DEEP.make_target(torch.float32, head_dim=16), head_dim=16).to(
+        CUDA
+    )
     network.shared = network.shared._replace(embed_tokens=model.embed_tokens, lm_head=model.lm_head)
     return row, network, OnlineFeatures(model, (2, 3, 5))(row)
 
@@ -63,8 +66,8 @@ def test_flex_attention_trains_like_dense_attention(monkeypatch: pytest.MonkeyPa
 
 def test_unrolling_with_flex_attention_trains_like_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     row, _, features = case()
-    model = tiny.target(torch.float32)
-    network = tiny.head(model, "eagle3", head_dim=16)
+    model = DEEP.make_target(torch.float32)
+    network = training.trainable_head(model, "eagle3", head_dim=16)
     network.shared.embed_tokens.to(CUDA)
     network.to(CUDA)
     document, position = row.document.to(CUDA), row.position.to(CUDA)
@@ -82,8 +85,8 @@ def test_unrolling_with_flex_attention_trains_like_dense(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_a_compiled_run_learns_in_bf16(method: str, tmp_path: Path) -> None:
-    tiny.write_dataset(tmp_path / "data", tiny.counting_language(400, 40))
-    recipe = tiny.recipe(
+    training.write_dataset(tmp_path / "data", training.counting_language(400, 40))
+    recipe = training.recipe(
         tmp_path,
         head={"method": method},
         data={"tokens_per_row": 1024, "held_out_share": 0.05},
@@ -91,5 +94,5 @@ def test_a_compiled_run_learns_in_bf16(method: str, tmp_path: Path) -> None:
         schedule={"steps": 150},
         run={"device": "cuda"},
     )
-    model = tiny.target(torch.bfloat16, head_dim=16).to(CUDA)
-    assert TrainingRun(assemble(recipe, model, tiny.ROPE))().best > 1.5
+    model = DEEP.make_target(torch.bfloat16, head_dim=16).to(CUDA)
+    assert TrainingRun(assemble(recipe, model, ROPE))().best > 1.5

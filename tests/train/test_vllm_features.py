@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tolerance import rounding
 
 from peagle.data.dataset import Dataset
 from peagle.data.packing import PackedRow, pack
@@ -26,8 +25,10 @@ from peagle.train.features.vllm_server import RequiredStates, connect, open_feat
 from peagle.train.loop import TrainingRun
 from peagle.train.recipe import VllmSection
 from peagle.train.setup import assemble
-from train import tiny
-from train.states_server import FakeVllm, serving_states
+from tests.tiny import training
+from tests.tiny.models import DEEP, ROPE
+from tests.tolerance import rounding
+from tests.train.states_server import FakeVllm, serving_states
 
 AUX_LAYERS = (2, 3, 5)
 LAYERS = (2, 3, 5, 6)
@@ -39,7 +40,7 @@ def source_of(
     aux_hidden_states: tuple[int, ...] = AUX_LAYERS,
     target: TargetModel | None = None,
 ) -> Iterator[VllmFeatures]:
-    target = target or tiny.target()
+    target = target or DEEP.make_target()
     client = StatesClient(Endpoint(fake.url, "tiny", retries=1, first_wait=0.0), fake.layer_ids)
     source = VllmFeatures(client, target, aux_hidden_states, num_requests=4)
     try:
@@ -50,7 +51,7 @@ def source_of(
 
 @pytest.fixture
 def fake(tmp_path: Path) -> Iterator[FakeVllm]:
-    with serving_states(FakeVllm(tiny.target(), LAYERS, tmp_path / "states")) as serving:
+    with serving_states(FakeVllm(DEEP.make_target(), LAYERS, tmp_path / "states")) as serving:
         yield serving
 
 
@@ -65,9 +66,11 @@ def assert_same_features(ours: Features, theirs: Features, used: int) -> None:
 
 
 def test_features_of_a_packed_row_are_those_of_the_target_in_process(fake: FakeVllm) -> None:
-    row = tiny.packed([17, 1, 30], 64)
+    row = training.packed([17, 1, 30], 64)
     with source_of(fake) as source:
-        assert_same_features(ask(source, row), OnlineFeatures(tiny.target(), AUX_LAYERS)(row), 48)
+        assert_same_features(
+            ask(source, row), OnlineFeatures(DEEP.make_target(), AUX_LAYERS)(row), 48
+        )
     assert sorted(len(prompt) for prompt in fake.prompts[1:]) == [1, 17, 30]
 
 
@@ -76,17 +79,17 @@ def test_aux_hidden_states_keep_the_heads_order_though_vllm_sorts_them(
     tmp_path: Path, aux_hidden_states: tuple[int, ...]
 ) -> None:
     layers = tuple(sorted({*aux_hidden_states, 6}))
-    row = tiny.packed([9, 8], 17)
-    online = OnlineFeatures(tiny.target(), aux_hidden_states)(row)
+    row = training.packed([9, 8], 17)
+    online = OnlineFeatures(DEEP.make_target(), aux_hidden_states)(row)
     with (
-        serving_states(FakeVllm(tiny.target(), layers, tmp_path)) as fake,
+        serving_states(FakeVllm(DEEP.make_target(), layers, tmp_path)) as fake,
         source_of(fake, aux_hidden_states) as source,
     ):
         assert_same_features(ask(source, row), online, 17)
 
 
 def test_padding_is_asked_for_by_nobody_and_has_no_states(fake: FakeVllm) -> None:
-    row = tiny.packed([5, 7], 40)
+    row = training.packed([5, 7], 40)
     assert list(documents(row)) == [slice(0, 5), slice(5, 12)]
     with source_of(fake) as source:
         features = ask(source, row)
@@ -96,16 +99,16 @@ def test_padding_is_asked_for_by_nobody_and_has_no_states(fake: FakeVllm) -> Non
 
 def test_the_next_row_is_asked_for_while_the_first_is_on_its_way(tmp_path: Path) -> None:
     with (
-        serving_states(FakeVllm(tiny.target(), LAYERS, tmp_path)) as fake,
+        serving_states(FakeVllm(DEEP.make_target(), LAYERS, tmp_path)) as fake,
         source_of(fake) as source,
     ):
         fake.open.clear()
-        rows = [tiny.packed([5, 6], 16, seed=seed) for seed in (1, 2)]
+        rows = [training.packed([5, 6], 16, seed=seed) for seed in (1, 2)]
         fetched = [source.fetch(row) for row in rows]
         wait_until(lambda: len(fake.prompts) == 1 + 4)  # the probe and all four documents
         fake.open.set()
         for row, states in zip(rows, fetched, strict=True):
-            online = OnlineFeatures(tiny.target(), AUX_LAYERS)(row)
+            online = OnlineFeatures(DEEP.make_target(), AUX_LAYERS)(row)
             assert_same_features(source(row, states), online, 11)
 
 
@@ -118,8 +121,8 @@ def wait_until(happened: Callable[[], bool]) -> None:
 
 def test_a_source_that_nobody_holds_leaves_no_thread(fake: FakeVllm) -> None:
     client = StatesClient(Endpoint(fake.url, "tiny"), LAYERS)
-    source = VllmFeatures(client, tiny.target(), AUX_LAYERS, num_requests=2)
-    ask(source, tiny.packed([5, 7, 9], 32))
+    source = VllmFeatures(client, DEEP.make_target(), AUX_LAYERS, num_requests=2)
+    ask(source, training.packed([5, 7, 9], 32))
     threads = [t for t in threading.enumerate() if t.name.startswith("vllm-states")]
     assert len(threads) == 2
     del source
@@ -128,33 +131,33 @@ def test_a_source_that_nobody_holds_leaves_no_thread(fake: FakeVllm) -> None:
 
 def test_no_file_stays_behind(fake: FakeVllm) -> None:
     with source_of(fake) as source:
-        ask(source, tiny.packed([5, 7, 9], 32))
+        ask(source, training.packed([5, 7, 9], 32))
         fake.changes = {"choices": []}  # an answer that cannot be used
         with pytest.raises(LookupError):
-            ask(source, tiny.packed([5], 8))
+            ask(source, training.packed([5], 8))
     assert list(fake.folder.iterdir()) == []
 
 
 def test_states_of_another_checkpoint_are_refused_before_training(fake: FakeVllm) -> None:
     with (
         pytest.raises(DataError, match="does not follow"),
-        source_of(fake, target=tiny.target(seed=1)),
+        source_of(fake, target=DEEP.make_target(seed=1)),
     ):
         pass
 
 
 def test_states_before_the_last_layer_are_not_taken_for_its(tmp_path: Path) -> None:
     """A server that stores layer 4 in the place of layer 6."""
-    lying = FakeVllm(tiny.target(), (2, 3, 4, 5), tmp_path)
+    lying = FakeVllm(DEEP.make_target(), (2, 3, 4, 5), tmp_path)
     with serving_states(lying) as fake:
         client = StatesClient(Endpoint(fake.url, "tiny"), (2, 3, 4, 5))
         client.layer_ids = (2, 3, 5, 6)
         with pytest.raises(DataError, match="the head needs 'layers-2-3-5-6'"):
-            VllmFeatures(client, tiny.target(), AUX_LAYERS, num_requests=1)
+            VllmFeatures(client, DEEP.make_target(), AUX_LAYERS, num_requests=1)
         fake.root.joinpath("layers-2-3-5-6").symlink_to(fake.folder)
         renamed = RenamingClient(Endpoint(fake.url, "tiny"), (2, 3, 5, 6))
         with pytest.raises(DataError, match="does not follow"):
-            VllmFeatures(renamed, tiny.target(), AUX_LAYERS, num_requests=1)
+            VllmFeatures(renamed, DEEP.make_target(), AUX_LAYERS, num_requests=1)
 
 
 class RenamingClient(StatesClient):
@@ -179,7 +182,7 @@ def test_states_of_other_tokens_are_refused(fake: FakeVllm) -> None:
 
         fake._write = shifted  # type: ignore[method-assign]
         with pytest.raises(DataError, match="other tokens"):
-            ask(source, tiny.packed([6], 8))
+            ask(source, training.packed([6], 8))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +205,7 @@ def test_states_of_another_shape_are_refused(
 
         fake._write = cut  # type: ignore[method-assign]
         with pytest.raises(DataError, match=words):
-            ask(source, tiny.packed([6], 8))
+            ask(source, training.packed([6], 8))
 
 
 def test_a_file_that_is_not_there_is_named(fake: FakeVllm) -> None:
@@ -210,7 +213,7 @@ def test_a_file_that_is_not_there_is_named(fake: FakeVllm) -> None:
         gone = fake.folder / "gone.safetensors"
         fake.changes = {"kv_transfer_params": {"hidden_states_path": str(gone)}}
         with pytest.raises(DataError, match=r"gone\.safetensors cannot be read"):
-            ask(source, tiny.packed([6], 8))
+            ask(source, training.packed([6], 8))
 
 
 def test_a_file_that_is_never_finished_is_given_up(tmp_path: Path) -> None:
@@ -229,21 +232,23 @@ def test_a_refusal_and_a_dead_server_end_the_run_with_their_reason(fake: FakeVll
     with source_of(fake) as source:
         fake.status = 400
         with pytest.raises(DataError, match=r"refused a document of 6 tokens.*no room"):
-            ask(source, tiny.packed([6], 8))
+            ask(source, training.packed([6], 8))
         fake.status = 500
         with pytest.raises(DataError, match="gives no hidden states: HTTP 500"):
-            ask(source, tiny.packed([6], 8))
+            ask(source, training.packed([6], 8))
 
         def dead() -> None:
             raise ModelError("vLLM ended with 9")
 
         source.client.still_alive = dead
         with pytest.raises(ModelError, match="ended with 9"):
-            ask(source, tiny.packed([6], 8))
+            ask(source, training.packed([6], 8))
 
 
 def need(longest: int, aux_hidden_states: tuple[int, ...] = AUX_LAYERS) -> RequiredStates:
-    return RequiredStates("tiny", tiny.target().config, aux_hidden_states, longest, torch.float64)
+    return RequiredStates(
+        "tiny", DEEP.make_target().config, aux_hidden_states, longest, torch.float64
+    )
 
 
 def test_a_server_too_short_for_the_longest_document_is_refused_at_once(fake: FakeVllm) -> None:
@@ -257,47 +262,48 @@ def test_a_server_too_short_for_the_longest_document_is_refused_at_once(fake: Fa
 def test_another_mount_of_the_servers_folder_is_found(fake: FakeVllm, tmp_path: Path) -> None:
     (tmp_path / "mount").symlink_to(fake.root)
     section = VllmSection(endpoint=fake.url, folder=str(tmp_path / "mount"), requests=2)
-    source = open_features(section, need(20), tiny.target(), tmp_path / "log")
+    source = open_features(section, need(20), DEEP.make_target(), tmp_path / "log")
     assert source.client.folder == tmp_path / "mount" / "layers-2-3-5-6"
-    row = tiny.packed([7], 8)
-    assert_same_features(ask(source, row), OnlineFeatures(tiny.target(), AUX_LAYERS)(row), 7)
+    row = training.packed([7], 8)
+    assert_same_features(ask(source, row), OnlineFeatures(DEEP.make_target(), AUX_LAYERS)(row), 7)
     source.close()
 
 
 def test_every_document_of_a_dataset_comes_back_as_its_own(fake: FakeVllm, tmp_path: Path) -> None:
-    tiny.write_dataset(tmp_path / "data", tiny.counting_language(12, 24))
+    training.write_dataset(tmp_path / "data", training.counting_language(12, 24))
     dataset = Dataset(tmp_path / "data")
     with source_of(fake) as source:
         rows = [pack(dataset, [i, 11 - i], 50) for i in range(6)]
         fetched = [source.fetch(row) for row in rows]
-        online = OnlineFeatures(tiny.target(), AUX_LAYERS)
+        online = OnlineFeatures(DEEP.make_target(), AUX_LAYERS)
         for row, states in zip(rows, fetched, strict=True):
             assert_same_features(source(row, states), online(row), 48)
 
 
 def test_what_needs_the_targets_layers_is_refused_with_the_recipe(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="which vLLM keeps to itself"):
-        tiny.recipe(tmp_path, data={"features": "vllm"}, head={"copy_target_layers": True})
+        training.recipe(tmp_path, data={"features": "vllm"}, head={"copy_target_layers": True})
 
 
 def test_several_processes_do_not_start_a_server_each(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one vLLM server between them"):
-        open_features(VllmSection(), need(8), tiny.target(), tmp_path / "log", world_size=2)
+        open_features(VllmSection(), need(8), DEEP.make_target(), tmp_path / "log", world_size=2)
 
 
+@pytest.mark.slow
 def test_training_does_not_know_that_its_features_come_from_vllm(tmp_path: Path) -> None:
-    tiny.write_dataset(tmp_path / "data", tiny.counting_language(20, 24))
-    target = tiny.target(torch.float32)
+    training.write_dataset(tmp_path / "data", training.counting_language(20, 24))
+    target = DEEP.make_target(torch.float32)
     trained: dict[bool, float] = {}
     with serving_states(FakeVllm(target, LAYERS, tmp_path)) as fake:
         for online in (True, False):
-            recipe = tiny.recipe(
+            recipe = training.recipe(
                 tmp_path,
                 data={"features": None if online else "vllm"},
                 vllm={"endpoint": fake.url},
                 run={"folder": str(tmp_path / f"run-{online}")},
             )
-            setup = assemble(recipe, target, tiny.ROPE)
+            setup = assemble(recipe, target, ROPE)
             TrainingRun(setup)()
             setup.trainer.step([next(setup.batches.rows_from(0))], 0.0)
             trained[online] = setup.trainer.take_metrics().loss

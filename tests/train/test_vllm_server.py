@@ -23,7 +23,7 @@ from peagle.http import is_healthy
 from peagle.train.features.vllm_features import Workers
 from peagle.train.features.vllm_server import RequiredStates, ServerPlan, VllmServer, make_room
 from peagle.train.recipe import VllmSection
-from train import tiny
+from tests.tiny.models import DEEP
 
 # Answers /health, and has a child of its own, as vLLM has its engine, that will not be asked.
 HEALTHY = """
@@ -92,6 +92,7 @@ def test_on_a_cpu_our_connector_alone_is_on_vllms_path() -> None:
     assert "PYTHONPATH" not in plan(Path("/s")).variables()
 
 
+@pytest.mark.slow
 def test_closing_ends_the_server_with_its_children_and_deletes_its_folder(tmp_path: Path) -> None:
     root = tmp_path / "states"
     root.mkdir()
@@ -107,6 +108,7 @@ def test_closing_ends_the_server_with_its_children_and_deletes_its_folder(tmp_pa
         server.still_alive()
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_takes_its_server_along(tmp_path: Path) -> None:
     root, log = tmp_path / "states", tmp_path / "vllm.log"
     root.mkdir()
@@ -154,6 +156,7 @@ def wait_until(happened: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_is_quoted_and_one_that_is_slow_is_given_up(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="ValueError: no such model"):
         VllmServer(plan(tmp_path / "a", DYING), tmp_path / "a.log", timeout=30)
@@ -167,7 +170,7 @@ def test_a_server_that_dies_is_quoted_and_one_that_is_slow_is_given_up(tmp_path:
 
 
 def need(longest: int) -> RequiredStates:
-    return RequiredStates("tiny", tiny.target().config, (2, 3, 5), longest, torch.float64)
+    return RequiredStates("tiny", DEEP.make_target().config, (2, 3, 5), longest, torch.float64)
 
 
 def test_no_more_documents_are_in_flight_than_the_folder_has_room_for(

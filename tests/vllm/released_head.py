@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine.conftest import byte_tokenizer
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.tiny.folders import byte_tokenizer
 
 HIDDEN, HEADS, HEAD_DIM, CONTEXT = 64, 2, 32, 256
 TARGET_LAYERS, HEAD_LAYERS = 6, 4

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from released_head import write_released_head, write_target
 
 from peagle.cli.main import main
+from tests.vllm.released_head import write_released_head, write_target
 
 pytestmark = pytest.mark.vllm
 

@@ -6,14 +6,14 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
-from interop import vllm
-from released_head import CONTEXT, write_released_head, write_target
 
 from peagle.backends.vllm.backend import VllmBackend
 from peagle.backends.vllm.options import VllmOptions
 from peagle.checkpoints.heads.references import resolve_head
 from peagle.config import EngineConfig
 from peagle.errors import BackendError, ConfigError, HeadError
+from tests.vllm.interop import vllm
+from tests.vllm.released_head import CONTEXT, write_released_head, write_target
 
 pytestmark = pytest.mark.vllm
 

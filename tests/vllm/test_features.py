@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tolerance import rounding
 
 from peagle.checkpoints.references import load_tokenizer, resolve_model
 from peagle.checkpoints.targets import load_target
@@ -20,6 +19,7 @@ from peagle.teacher_forcing.features import OnlineFeatures
 from peagle.train.features.vllm_features import VllmFeatures
 from peagle.train.recipe import Recipe, recipe_from
 from peagle.train.setup import Setup, build
+from tests.tolerance import rounding
 
 pytestmark = [pytest.mark.vllm, pytest.mark.network, pytest.mark.slow]
 

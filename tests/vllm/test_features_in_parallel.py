@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.conftest import byte_tokenizer
-from engine.tiny import llama_config
-from tolerance import near
 from transformers import LlamaForCausalLM
 
 from peagle.checkpoints.targets import load_layerless, load_target
@@ -18,6 +15,9 @@ from peagle.data.packing import lay_out
 from peagle.teacher_forcing.features import OnlineFeatures
 from peagle.train.features.vllm_server import RequiredStates, open_features
 from peagle.train.recipe import VllmSection
+from tests.tiny.folders import byte_tokenizer
+from tests.tiny.models import SHALLOW
+from tests.tolerance import near
 
 AUX_LAYERS = (2, 3, 3)
 LENGTHS = (100, 37, 60)
@@ -29,7 +29,7 @@ def write_model(folder: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    config = llama_config(
+    config = SHALLOW.llama_config(
         vocab_size=512,
         hidden_size=128,
         intermediate_size=256,

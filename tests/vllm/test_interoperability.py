@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from interop import (
+
+from peagle import LLM
+from peagle.checkpoints.heads.config import read_head_config
+from peagle.checkpoints.heads.exporting import export_head
+from peagle.checkpoints.heads.references import resolve_head
+from peagle.checkpoints.references import resolve_model
+from tests.vllm.interop import (
     GREEDY,
     MODEL,
     QUESTIONS,
@@ -16,12 +22,6 @@ from interop import (
     run_embedded,
     run_vllm,
 )
-
-from peagle import LLM
-from peagle.checkpoints.heads.config import read_head_config
-from peagle.checkpoints.heads.exporting import export_head
-from peagle.checkpoints.heads.references import resolve_head
-from peagle.checkpoints.references import resolve_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.network, pytest.mark.slow]
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from interop import Outcome, embedded, vllm
-from released_head import CONTEXT, TARGET_LAYERS, write_released_head, write_target
-from tolerance import rounding
 
 from peagle import SamplingParams
 from peagle.backends.vllm.backend import VllmBackend
 from peagle.config import EngineConfig
 from peagle.errors import RequestError
+from tests.tolerance import rounding
+from tests.vllm.interop import Outcome, embedded, vllm
+from tests.vllm.released_head import CONTEXT, TARGET_LAYERS, write_released_head, write_target
 
 pytestmark = pytest.mark.vllm
 

@@ -10,15 +10,16 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-from backends.fake_vllm import free_port, is_running
 
 from peagle.backends.vllm.arguments import VllmCommand, build_command
 from peagle.backends.vllm.options import VllmOptions
 from peagle.backends.vllm.released import released_models
+from tests.backends.fake_vllm import free_port, is_running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -77,7 +78,13 @@ def test_the_documented_words_for_several_nodes_exist(
     parse: Callable[[VllmCommand], Any], line: str
 ) -> None:
     options = VllmOptions(tensor_parallel_size=8, data_parallel_size=2)
-    parse(build_command("org/m", drafter={}, options=options, extra=shlex.split(line)))
+    words = shlex.split(line)
+    parsed = parse(build_command("org/m", drafter={}, options=options, extra=words))
+    assert (parsed.tensor_parallel_size, parsed.data_parallel_size) == (8, 2)
+    for flag, value in pairwise([*words, "--"]):
+        if flag.startswith("--"):
+            expected = "True" if value.startswith("--") else value
+            assert str(getattr(parsed, flag[2:].replace("-", "_"))) == expected
 
 
 def _start(port: int, *args: str) -> subprocess.Popen[str]:

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from interop import embedded, vllm
-from released_head import CONTEXT, write_target
 
 from peagle import SamplingParams
 from peagle.backends.vllm.backend import VllmBackend
@@ -16,6 +14,8 @@ from peagle.cli.main import main
 from peagle.config import EngineConfig
 from peagle.data.dataset import Dataset
 from peagle.errors import BackendError
+from tests.vllm.interop import embedded, vllm
+from tests.vllm.released_head import CONTEXT, write_target
 
 pytestmark = pytest.mark.vllm
 

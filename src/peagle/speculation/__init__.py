@@ -4,6 +4,7 @@ noise         random numbers as a hash of (seed, position, token): the same in a
 sampling      logits -> penalties -> filters -> token
 verify        which drafts the target keeps
 acceptance    how likely it keeps a sampled draft
+trees         drafts as trees: several continuations of one prefix
 draft_limit   how many drafts a request may have
 statistics    acceptance counters under vLLM's names (no torch)
 looping       whether an answer repeats itself (no torch)

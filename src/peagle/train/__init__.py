@@ -7,7 +7,7 @@ setup        from a recipe to the parts of a run
 cod          which rollouts are trained this time (COnditional Drop-token)
 planner      a packed row's drawn elements, laid out as segments
 batches      packed rows in a seeded order, planned ahead of the step
-features/    the target's hidden states from disk or from vLLM
+features     the target's hidden states from disk or from vLLM
 losses       KL and cross-entropy over the rows that carry a loss, in chunks
 trainer      one optimiser step
 optimizer    AdamW and the learning rate's schedule

@@ -116,6 +116,7 @@ def test_speed_axes_start_at_zero_and_name_their_lines(grid: Results) -> None:
             assert {"ngram", "eagle3", "p-eagle"} <= words
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_picture_without_a_date(grid: Results) -> None:
     plot = all_plots(grid)[0]
     svg = render(plot)

@@ -79,6 +79,7 @@ def read(html: str) -> Reader:
     return reader
 
 
+@pytest.mark.slow
 def test_every_part_is_there(html: str) -> None:
     ids = [a["id"] for tag, a in read(html).tags if tag == "section"]
     assert ids == ["verdict", "table", "plots", "answers", "lossless", "loops", "manifest"]

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tolerance import rounding
 
 from peagle.bench.results.document import AnswerDifference
 from peagle.bench.run.lossless import (
@@ -23,6 +22,7 @@ from peagle.bench.workloads.workload import Task
 from peagle.engine.llm import LLM
 from peagle.engine.prompts import TokenizedPrompt
 from peagle.sampling_params import SamplingParams
+from tests.tolerance import rounding
 
 from .fakes import record
 

@@ -22,6 +22,8 @@ from peagle.errors import BackendError, ConfigError, HeadError, RequestError
 from .grids import Watcher, run_grid
 from .sse_server import Behaviour, serving
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def grid(

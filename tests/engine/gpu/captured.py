@@ -17,8 +17,8 @@ from peagle.engine.runner import ROWS_PER_ITEM
 from peagle.engine.step import StepShape
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
-
-from .. import tiny
+from tests.tiny import engines
+from tests.tiny.models import SHALLOW, head_drafter
 
 BATCH, K = 4, 2
 ITEMS = 4  # one for each slot: a step has at most 16 prompt rows
@@ -34,9 +34,9 @@ HEADS: dict[str, dict[str, Any]] = {
 
 def models(device: str, head: dict[str, Any], **changes: Any) -> tuple[TargetModel, Drafter]:
     sizes = {"max_position_embeddings": CONTEXT, "vocab_size": VOCAB} | changes
-    target = tiny.make_target(torch.float32, **sizes)
-    network = tiny.make_head(target, **head)
-    return target.to(device), tiny.head_drafter(network.to(device))
+    target = SHALLOW.make_target(torch.float32, **sizes)
+    network = SHALLOW.make_head(target, **head)
+    return target.to(device), head_drafter(network.to(device))
 
 
 def engine_config(**options: Any) -> EngineConfig:
@@ -57,7 +57,7 @@ def captured_engine(
 
 def exact_engine(name: str, verification: Verification, nodes: int | None = None) -> Engine:
     """The oracle: exact shapes, on the CPU."""
-    return tiny.make_engine(*models("cpu", HEADS[name]), K, verification, nodes=nodes, **OPTIONS)
+    return engines.make_engine(*models("cpu", HEADS[name]), K, verification, nodes=nodes, **OPTIONS)
 
 
 def captured_shapes(engine: Engine) -> set[StepShape]:

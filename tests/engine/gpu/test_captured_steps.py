@@ -13,10 +13,10 @@ import pytest
 
 from peagle.engine.engine import Engine
 from peagle.sampling_params import SamplingParams
+from tests.tiny import engines, naive
+from tests.tiny.jobs import Job, prompts
 
-from .. import tiny
 from ..test_sampled_distribution import LENGTH, SMALL_VOCAB, check_distribution
-from ..tiny import Job
 from .captured import (
     BATCH,
     HEADS,
@@ -54,16 +54,16 @@ def engine_with() -> Callable[[str], Engine]:
 
 def jobs_of(params: list[SamplingParams], count: int = 12) -> list[Job]:
     """They come one by one, and more than there are slots."""
-    texts = tiny.prompts(count, seed=1, longest=24)
+    texts = prompts(count, seed=1, longest=24)
     return [Job(p, params[n % len(params)], joins=n) for n, p in enumerate(texts)]
 
 
 def check_captured(engine: Engine, name: str, jobs: list[Job]) -> int:
     """Same tokens, endings and counters as on the CPU; -> how many drafts were accepted."""
-    requests, exact = tiny.run(engine, jobs), tiny.run(exact_engine(name, "rejection"), jobs)
-    assert tiny.answers_of(requests) == tiny.answers_of(exact)
-    assert tiny.endings(requests) == tiny.endings(exact)
-    assert tiny.counters(requests) == tiny.counters(exact)
+    requests, exact = engines.run(engine, jobs), engines.run(exact_engine(name, "rejection"), jobs)
+    assert engines.answers_of(requests) == engines.answers_of(exact)
+    assert engines.endings(requests) == engines.endings(exact)
+    assert engines.counters(requests) == engines.counters(exact)
     assert {shape.batch for shape in captured_shapes(engine)} == {BATCH}
     return sum(request.stats.num_accepted_tokens for request in requests)
 
@@ -87,7 +87,7 @@ def test_a_captured_step_of_prompts_and_decode_rows_gives_plain_decodings_answer
     engine = engine_with(name)
     target, _ = models("cpu", HEADS[name])
     jobs = [Job([1, 2, 3], GREEDY), Job(LONG_PROMPT[:60], GREEDY, joins=3)]
-    jobs += [Job(p, GREEDY, joins=3 + n) for n, p in enumerate(tiny.prompts(4, seed=8))]
+    jobs += [Job(p, GREEDY, joins=3 + n) for n, p in enumerate(prompts(4, seed=8))]
     launched, run = [], engine.runner.run
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -97,12 +97,12 @@ def test_a_captured_step_of_prompts_and_decode_rows_gives_plain_decodings_answer
                 launched.append((len(slots), len(chunks))) or run(shape, slots, caps, chunks, host)
             ),
         )
-        requests = tiny.run(engine, jobs)
+        requests = engines.run(engine, jobs)
     assert sum(slots > 0 and chunks > 0 for slots, chunks in launched) > 3
-    expected = [tiny.naive(target, job, max_model_len=engine.max_model_len) for job in jobs]
-    assert tiny.answers_of(requests) == expected
-    exact = tiny.run(exact_engine(name, "rejection"), jobs)
-    assert tiny.counters(requests) == tiny.counters(exact)
+    expected = [naive.answer(target, job, max_model_len=engine.max_model_len) for job in jobs]
+    assert engines.answers_of(requests) == expected
+    exact = engines.run(exact_engine(name, "rejection"), jobs)
+    assert engines.counters(requests) == engines.counters(exact)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -118,10 +118,10 @@ def test_eager_steps_for_the_host_run_beside_captured_ones(
         dataclasses.replace(GREEDY, min_tokens=6, stop_token_ids=(3, 4, 5, 6, 7, 8)),
     ]
     jobs, draft_time = jobs_of(needs), engine.stats.draft_time
-    requests, exact = tiny.run(engine, jobs), tiny.run(exact_engine(name, "rejection"), jobs)
-    expected = [tiny.naive(target, job, max_model_len=engine.max_model_len) for job in jobs]
-    assert tiny.answers_of(requests) == expected
-    assert tiny.counters(requests) == tiny.counters(exact)
+    requests, exact = engines.run(engine, jobs), engines.run(exact_engine(name, "rejection"), jobs)
+    expected = [naive.answer(target, job, max_model_len=engine.max_model_len) for job in jobs]
+    assert engines.answers_of(requests) == expected
+    assert engines.counters(requests) == engines.counters(exact)
     for ours, theirs in zip(requests, exact, strict=True):
         assert [x.token_ids[0] for x in ours.logprobs] == [x.token_ids[0] for x in theirs.logprobs]
         for mine, other in zip(ours.logprobs, theirs.logprobs, strict=True):
@@ -173,9 +173,9 @@ def test_captured_trees_give_the_answers_of_those_on_a_cpu(
 ) -> None:
     jobs = jobs_of(params)
     engine = captured_engine(*models("cuda", HEADS["p-eagle"]), "coupled", NODES)
-    requests = tiny.run(engine, jobs)
-    exact = tiny.run(exact_engine("p-eagle", "coupled", NODES), jobs)
-    assert tiny.answers_of(requests) == tiny.answers_of(exact)
+    requests = engines.run(engine, jobs)
+    exact = engines.run(exact_engine("p-eagle", "coupled", NODES), jobs)
+    assert engines.answers_of(requests) == engines.answers_of(exact)
     assert sum(request.stats.num_accepted_tokens for request in requests) > 0
     assert {shape.num_nodes for shape in captured_shapes(engine)} == {NODES}
 
@@ -186,5 +186,5 @@ def test_after_a_warm_up_greedy_requests_capture_nothing() -> None:
     engine.warm_up(lambda *counts: told.append(counts))
     captured = captured_shapes(engine)
     assert told == [(n, len(captured)) for n in range(len(captured) + 1)]
-    tiny.run(engine, jobs_of([GREEDY]))
+    engines.run(engine, jobs_of([GREEDY]))
     assert captured_shapes(engine) == captured

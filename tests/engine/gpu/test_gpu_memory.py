@@ -21,9 +21,10 @@ from peagle.errors import ConfigError
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
+from tests.tiny import engines
+from tests.tiny.jobs import Job, prompts
+from tests.tiny.models import CONTEXT
 
-from .. import tiny
-from ..tiny import Job
 from .captured import HEADS, captured_engine, engine_config, exact_engine, models
 
 pytestmark = pytest.mark.gpu
@@ -54,7 +55,7 @@ def taken() -> Taken:
 
 def jobs(count: int) -> list[Job]:
     """All at once, more than there are slots."""
-    return [Job(p, PARAMS[n % 3]) for n, p in enumerate(tiny.prompts(count, seed=7, longest=44))]
+    return [Job(p, PARAMS[n % 3]) for n, p in enumerate(prompts(count, seed=7, longest=44))]
 
 
 def hungry() -> tuple[TargetModel, Drafter]:
@@ -87,9 +88,9 @@ def test_free_memory_includes_what_torch_only_keeps() -> None:
 
 
 def test_blocks_are_handed_out_without_reserving() -> None:
-    allocator = make_allocator(*models("cuda", HEADS["p-eagle"]), EngineConfig(), tiny.CONTEXT)
-    assert allocator.num_blocks == 64 * tiny.CONTEXT // 16  # all that could be used at once
-    assert allocator.open_table(tiny.CONTEXT).reserved == range(0)
+    allocator = make_allocator(*models("cuda", HEADS["p-eagle"]), EngineConfig(), CONTEXT)
+    assert allocator.num_blocks == 64 * CONTEXT // 16  # all that could be used at once
+    assert allocator.open_table(CONTEXT).reserved == range(0)
 
 
 def test_an_engine_with_its_graphs_stays_within_its_share() -> None:
@@ -99,7 +100,7 @@ def test_an_engine_with_its_graphs_stays_within_its_share() -> None:
     engine = captured_engine(target, drafter, "coupled", gpu_memory_utilization=share)
     block_bytes = cache_need(target, drafter, engine_config(), LONG_CONTEXT).block_bytes
     assert 63 * MIB < engine.allocator.num_blocks * block_bytes <= 64 * MIB
-    tiny.run(engine, jobs(12))
+    engines.run(engine, jobs(12))
     assert before.by_anybody + 63 * MIB < taken().by_anybody <= allowed
 
 
@@ -132,12 +133,12 @@ def test_a_long_run_takes_no_more_memory_than_its_beginning() -> None:
     block_bytes = cache_need(target, drafter, engine_config(), 60).block_bytes
     room = {"max_model_len": 60, "kv_cache_memory_bytes": NUM_BLOCKS * block_bytes}
     engine = captured_engine(target, drafter, "coupled", **room)
-    expected = tiny.answers_of(tiny.run(exact_engine("p-eagle", "coupled"), jobs(30)))
-    first = tiny.run(engine, jobs(30))
+    expected = engines.answers_of(engines.run(exact_engine("p-eagle", "coupled"), jobs(30)))
+    first = engines.run(engine, jobs(30))
     assert sum(request.num_preemptions for request in first) > 5
     begun, num_graphs = taken(), engine.num_graphs
     for _ in range(NUM_WAVES):
-        assert tiny.answers_of(tiny.run(engine, jobs(30))) == expected
+        assert engines.answers_of(engines.run(engine, jobs(30))) == expected
     ended = taken()
     assert engine.num_graphs == num_graphs
     assert ended.by_tensors == begun.by_tensors

@@ -22,9 +22,10 @@ from peagle.models.drafter import Drafter
 from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
+from tests.tiny import engines
+from tests.tiny.jobs import Job
+from tests.tiny.models import SHALLOW, head_drafter
 
-from .. import tiny
-from ..tiny import Job
 from .captured import captured_shapes
 
 pytestmark = pytest.mark.gpu
@@ -54,13 +55,15 @@ def few_shapes() -> None:
 
 
 def make_models(name: str) -> tuple[TargetModel, Drafter]:
-    target = tiny.make_target(torch.float32, vocab_size=VOCAB, max_position_embeddings=256, **SIZES)
+    target = SHALLOW.make_target(
+        torch.float32, vocab_size=VOCAB, max_position_embeddings=256, **SIZES
+    )
     # Few tokens are ever the best, so a random head drafts some of them.
     target.lm_head.weight[FAVOURED:] *= 0.1
-    head = tiny.make_head(target, **SIZES | HEADS[name])
+    head = SHALLOW.make_head(target, **SIZES | HEADS[name])
     move(target)
     move(head)
-    return target, tiny.head_drafter(head)
+    return target, head_drafter(head)
 
 
 def move(model: TargetModel | EagleNetwork) -> None:
@@ -86,8 +89,8 @@ def jobs() -> list[Job]:
 
 def outcomes(engine: Engine) -> list[tuple[list[list[int]], list[dict[str, Any]]]]:
     """Of several rounds: what overlaps, and by how much, is never quite the same."""
-    rounds = [tiny.run(engine, jobs()) for _ in range(ROUNDS)]
-    return [(tiny.answers_of(requests), tiny.counters(requests)) for requests in rounds]
+    rounds = [engines.run(engine, jobs()) for _ in range(ROUNDS)]
+    return [(engines.answers_of(requests), engines.counters(requests)) for requests in rounds]
 
 
 def check_reach(engine: Engine) -> None:

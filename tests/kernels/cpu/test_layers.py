@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny
-from tolerance import near
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from kernels.cpu.compiler import needs_kernels
 from peagle.engine.blocks import BlockTable
 from peagle.engine.kv_cache import PagedKVCache, target_layout
 from peagle.kernels.cpu import layers as kernel_module
@@ -25,6 +22,9 @@ from peagle.models.config import DecoderConfig
 from peagle.models.drafter import CacheLayout, Span
 from peagle.models.layers import lay_out_for_cpu
 from peagle.models.target import TargetModel
+from tests.kernels.cpu.compiler import needs_kernels
+from tests.tiny.models import UNEVEN
+from tests.tolerance import near
 
 pytestmark = needs_kernels
 
@@ -171,8 +171,8 @@ def test_a_sequence_has_the_same_bits_beside_others() -> None:
 def test_a_drafters_layers_agree_with_their_modules(
     changes: dict[str, Any], modules_only: pytest.MonkeyPatch, calls: list[int]
 ) -> None:
-    target = tiny.target(torch.float32)
-    network = tiny.head(target, num_hidden_layers=3, head_dim=8, **changes)
+    target = UNEVEN.make_target(torch.float32)
+    network = UNEVEN.make_head(target, num_hidden_layers=3, head_dim=8, **changes)
     lay_out_for_cpu(network)
     config = network.config
     embeddings, features = torch.randn(2, LENGTH, config.hidden_size)

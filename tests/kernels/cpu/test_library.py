@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tolerance import near
 
-from kernels.cpu.compiler import needs_kernels
 from peagle.kernels.cpu import ops
 from peagle.kernels.cpu.library import load_library
 from peagle.models import layers
+from tests.kernels.cpu.compiler import needs_kernels
+from tests.tolerance import near
 
+ROOT = Path(__file__).parents[3]
 # A class-wide cache would carry one test's answer into the next.
 compiled_kernels = ops.cpu_kernels.__wrapped__
 
@@ -38,6 +39,7 @@ def script(path: Path, text: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_the_library_is_compiled_once_and_nothing_else_is_left(
     cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -72,6 +74,7 @@ def test_flags_of_the_environment_are_heeded_and_make_another_library(
     assert len(list(cache.rglob("some.so"))) == 2
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_processes_that_compile_at_once_all_get_the_kernels(cache: Path) -> None:
     code = "from peagle.kernels.cpu.ops import cpu_kernels; assert cpu_kernels() is not None"
@@ -121,19 +124,17 @@ def test_the_layers_work_without_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 ANSWER = """
-import sys
-sys.path.insert(0, sys.argv[1])
 import torch
-from engine import tiny
+from tests.tiny.models import CONTEXT, SHALLOW
 from peagle.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.kernels.cpu.ops import cpu_kernels
 from peagle.models.layers import lay_out_for_cpu
 from peagle.sampling_params import SamplingParams
 
-target = tiny.make_target(torch.float32)
+target = SHALLOW.make_target(torch.float32)
 lay_out_for_cpu(target)
-engine = Engine(target, EngineConfig(max_model_len=tiny.CONTEXT))
+engine = Engine(target, EngineConfig(max_model_len=CONTEXT))
 params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 requests = [engine.add_request(str(n), [n + 1, 5, 9], params) for n in range(3)]
 while engine.has_unfinished:
@@ -144,10 +145,10 @@ print(cpu_kernels() is not None, [r.output_token_ids for r in requests])
 
 def answers(*environments: dict[str, str]) -> list[list[str]]:
     """Of processes side by side: most of their time is spent on imports."""
-    tests = str(Path(__file__).parents[2])
     jobs = [
         subprocess.Popen(
-            [sys.executable, "-c", ANSWER, tests],
+            [sys.executable, "-c", ANSWER],
+            cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
             stdout=subprocess.PIPE,
             text=True,
@@ -159,6 +160,7 @@ def answers(*environments: dict[str, str]) -> list[list[str]]:
     return [text.split(maxsplit=1) for text in outputs]
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_the_engine_generates_the_same_without_kernels_as_with_them() -> None:
     on, off = answers({}, {"CC": "/nowhere/cc", "PEAGLE_CACHE": "/nowhere"})

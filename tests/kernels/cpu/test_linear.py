@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerance import near
 from torch import Tensor
 
-from kernels.cpu.compiler import needs_kernels
 from peagle.kernels.cpu import linear as module
 from peagle.kernels.cpu.linear import MAX_ROWS, LinearKernel, linear_kernel, linear_kernel_for
 from peagle.models import layers
+from tests.kernels.cpu.compiler import needs_kernels
+from tests.tolerance import near
 
 pytestmark = needs_kernels
 

@@ -7,10 +7,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerance import near
 from torch import Tensor
 
-from kernels.cpu.compiler import needs_kernels
 from peagle.engine import kv_cache
 from peagle.engine.blocks import BlockTable
 from peagle.engine.kv_cache import PagedKVCache
@@ -18,6 +16,8 @@ from peagle.kernels.cpu.ops import CpuKernels, PagedSpan, PagedStep, cpu_kernels
 from peagle.models import layers
 from peagle.models.attention import causal_attention
 from peagle.models.drafter import CacheLayout, Span
+from tests.kernels.cpu.compiler import needs_kernels
+from tests.tolerance import near
 
 pytestmark = needs_kernels
 
@@ -141,6 +141,7 @@ def tables_of(blocks: list[int], count: int) -> list[BlockTable]:
     return tables
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, PER_SEQUENCE * BLOCK), min_size=1, max_size=3),

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from tolerance import near
 from torch import Tensor
 
 from peagle.kernels.rows import PagedRows
+from tests.tolerance import near
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Each shape is compiled anew on a GPU, and is only interpreted elsewhere.

@@ -10,7 +10,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kernels.gpu.paged_cases import (
+from peagle.engine.blocks import BlockTable
+from peagle.engine.kv_cache import PagedKVCache
+from peagle.kernels.gpu.attention import FEW_PROGRAMS, choose_splits, paged_attention, tile
+from peagle.kernels.reference import attention as reference
+from peagle.models.drafter import CacheLayout, Span
+from peagle.speculation import trees
+from tests.kernels.gpu.paged_cases import (
     DEVICE,
     EXAMPLES,
     TOLERANCE,
@@ -22,18 +28,13 @@ from kernels.gpu.paged_cases import (
     make_rows,
     shapes,
 )
-from peagle.engine.blocks import BlockTable
-from peagle.engine.kv_cache import PagedKVCache
-from peagle.kernels.gpu.attention import FEW_PROGRAMS, choose_splits, paged_attention, tile
-from peagle.kernels.reference import attention as reference
-from peagle.models.drafter import CacheLayout, Span
-from peagle.speculation import trees
 
 WINDOWS = st.none() | st.integers(1, 100)
 PADDING = Item(start=3, end=0)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(shape=shapes(), window=WINDOWS, half=st.booleans(), seed=st.integers(0, 9))
 @example(Shape((Item(130, 131), PADDING), 1, 4, 2, 16, 4, 4), None, False, 0)
@@ -70,6 +71,7 @@ def with_trees(case: Case, seed: int) -> Case:
     return replace(case, rows=rows._replace(**changes))
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(shape=shapes(), window=st.none() | st.integers(6, 100), seed=st.integers(0, 99))
 @example(Shape((Item(100, 140),), 40, 3, 1, 16, 4, 1), None, 0)
@@ -94,6 +96,7 @@ def test_the_reference_of_trees_is_the_definition(
     torch.testing.assert_close(ours, expected, **TOLERANCE[torch.float64])
 
 
+@pytest.mark.slow
 @DTYPES
 @pytest.mark.parametrize("dim", [8, 24, 64])
 def test_any_even_head_dimension_will_do(dim: int, dtype: torch.dtype) -> None:
@@ -103,6 +106,7 @@ def test_any_even_head_dimension_will_do(dim: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours, expected, **TOLERANCE[dtype])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(("num_rows", "group"), [(30, 3), (17, 4)])
@@ -122,6 +126,7 @@ both = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 def test_more_splits_than_the_merge_reads_at_once() -> None:
     shape = Shape((Item(1215, 1216), Item(2, 3)), 1, block_size=64, num_splits=19)
     case = make_case(shape, torch.float32, capacity=1216)
@@ -154,6 +159,7 @@ def test_rows_beyond_the_block_table_see_what_it_holds(attend: object) -> None:
     assert torch.equal(out, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize(("splits", "kv_heads"), [(1, 2), (2, 2), (1, FEW_PROGRAMS + 1)])
 def test_an_item_is_batch_invariant(splits: int, kv_heads: int, window: int | None) -> None:
@@ -170,6 +176,7 @@ def test_an_item_is_batch_invariant(splits: int, kv_heads: int, window: int | No
         assert torch.equal(alone, together[own_rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 2])
 def test_results_go_where_the_caller_wants_them(splits: int) -> None:
     """A group of rows writes its part of the results of all rows."""

@@ -42,6 +42,7 @@ def test_plan_rows_equals_its_reference(case: Case, rows: int, last: int) -> Non
     assert torch.equal(ours.slots, written[1])
 
 
+@pytest.mark.slow
 @settings(max_examples=2 * EXAMPLES, deadline=None)
 @given(cases())
 def test_commit_equals_its_reference(case: Case) -> None:

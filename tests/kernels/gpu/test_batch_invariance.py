@@ -16,12 +16,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import tiny
 from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from triton.runtime import interpreter
 
-from kernels.gpu.paged_cases import DEVICE, TOLERANCE, Case, Item, Shape, make_case
 from peagle.config import EngineConfig
 from peagle.errors import ConfigError
 from peagle.kernels.gpu import linear
@@ -44,6 +42,8 @@ from peagle.models.attention import RowsAttention
 from peagle.models.binding import bind_kernels
 from peagle.models.config import DecoderConfig
 from peagle.models.target import TargetModel
+from tests.kernels.gpu.paged_cases import DEVICE, TOLERANCE, Case, Item, Shape, make_case
+from tests.tiny.models import UNEVEN, randomise
 
 ON_GPU = DEVICE.type == "cuda"
 HALF = torch.bfloat16 if ON_GPU else torch.float16  # NumPy knows no bfloat16
@@ -111,6 +111,7 @@ def check_products(kind: str, gated: bool, extras: bool) -> None:
         assert torch.equal(ours, whole[first : first + rows]), rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("extras", [False, True])
@@ -135,6 +136,7 @@ def test_the_fast_policy_does_not() -> None:
     assert not torch.equal(alone, whole[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [3, 40])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
@@ -201,6 +203,7 @@ def near_ties(vocab_size: int, inputs: int) -> Tensor:
     return table
 
 
+@pytest.mark.slow
 def test_logits_and_best_tokens_are_the_same_alone_and_beside_others() -> None:
     hidden, table = draw(66, 136, seed=0), near_ties(300, 136)
     logits, best = invariant_logits(hidden, table), best_tokens(hidden, table, None).token_ids
@@ -234,6 +237,7 @@ def row_alone(case: Case, item: int, j: int, window: int | None, num_splits: int
     return paged_attention(q, case.keys, case.values, alone, window, BATCH_INVARIANT)[0]
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(
     items=st.lists(st.integers(0, 190), min_size=1, max_size=2),
@@ -318,7 +322,7 @@ Rows = tuple[int, int, int]  # sequence, start, number of rows
 
 def half_model(name: str) -> TargetModel:
     model = TargetModel(DecoderConfig.from_transformers(MODELS[name]))
-    tiny.randomise(model)
+    randomise(model)
     half = copy.deepcopy(model).to(DEVICE, HALF).requires_grad_(False).eval()
     half.rotary.cos, half.rotary.sin = (t.to(DEVICE) for t in (model.rotary.cos, model.rotary.sin))
     return half
@@ -371,6 +375,7 @@ def _with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Policy, "norms_inside", lambda *_: True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_with_kernels")
 @pytest.mark.parametrize("name", MODELS if ON_GPU else ["llama"])  # the interpreter is slow
 def test_a_sequence_has_the_same_bits_however_it_is_served(name: str) -> None:
@@ -379,8 +384,9 @@ def test_a_sequence_has_the_same_bits_however_it_is_served(name: str) -> None:
     model = half_model(name)
     model.bind(BATCH_INVARIANT)
     alone, at_once, beside, prompt = (Server(model) for _ in range(4))
-    for server, chunk in ((alone, 16), (at_once, 62), (beside, 30), (prompt, 62)):
+    for server, chunk in ((alone, 16), (at_once, 62), (beside, 30)):
         server.prefill(0, 62, chunk)
+    prompt.keys, prompt.values = at_once.keys.clone(), at_once.values.clone()
     beside.prefill(1, 20, 20)
     expected = torch.cat([alone.step([(0, 62 + n, 1)], 1 + n % 2) for n in range(4)])
     assert torch.equal(at_once.step([(0, 62, 4)]), expected)
@@ -409,7 +415,7 @@ def test_quantised_targets_are_refused() -> None:
 
 
 def test_a_model_on_a_cpu_is_refused_and_otherwise_bound() -> None:
-    model = tiny.target(torch.float32)
+    model = UNEVEN.make_target(torch.float32)
     with pytest.raises(ConfigError, match="GPU"):
         bind_kernels(model, batch_invariant=True)
     bind_kernels(model)

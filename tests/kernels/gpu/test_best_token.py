@@ -48,6 +48,7 @@ def assert_equal(actual: SampledTokens, expected: SampledTokens) -> None:
     assert actual.usable.tolist() == expected.usable.tolist()
 
 
+@pytest.mark.slow
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.booleans(), st.integers(0, 9))
 @settings(max_examples=200 if DEVICE == "cuda" else 8)
 def test_any_sizes_give_the_tokens_of_the_definition(rows, vocab_size, inputs, with_ids, seed):

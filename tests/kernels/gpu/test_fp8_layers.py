@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import tiny
-from tolerance import near
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
-from kernels.gpu.test_layers import SIZES, aux_hidden_states_of
 from peagle.kernels.gpu import fp8
 from peagle.kernels.gpu import layers as gpu_layers
 from peagle.kernels.gpu.fp8 import Form
@@ -17,6 +14,9 @@ from peagle.models import fused
 from peagle.models.config import DecoderConfig
 from peagle.models.fp8 import quantize_linears
 from peagle.models.target import TargetModel
+from tests.kernels.gpu.test_layers import SIZES, aux_hidden_states_of
+from tests.tiny.models import randomise
+from tests.tolerance import near
 
 EVEN = {**SIZES, "hidden_size": 32, "intermediate_size": 48}
 CASES = {
@@ -28,7 +28,7 @@ CASES = {
 
 def quantised(config: PretrainedConfig) -> TargetModel:
     model = TargetModel(DecoderConfig.from_transformers(config))
-    tiny.randomise(model)
+    randomise(model)
     quantize_linears(model.requires_grad_(False))
     return model
 
@@ -56,6 +56,7 @@ def assert_near(ours: torch.Tensor, expected: torch.Tensor, device: torch.device
         torch.testing.assert_close(ours, expected, **near(expected, terms=50, depth=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("splits", [1, 2])
 def test_few_quantised_rows_agree_with_their_modules(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tolerance import near
 from torch import Tensor
 
-from kernels.gpu.test_fp8 import BAD
 from peagle.kernels.gpu import fp8
 from peagle.kernels.gpu.fp8 import Form, few_rows_product
 from peagle.kernels.reference import fp8 as reference
+from tests.kernels.gpu.test_fp8 import BAD
+from tests.tolerance import near
 
 FORMS = {
     "whole": Form(16, 64, 32, 4, 2),
@@ -60,6 +60,7 @@ def assert_near(ours: Tensor, theirs: Tensor) -> None:
         torch.testing.assert_close(ours, theirs, **near(theirs, terms=112))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 96), (48, 112), (80, 16)])
 @pytest.mark.parametrize("rows", [1, 16])

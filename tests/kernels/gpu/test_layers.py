@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from models import tiny
-from tolerance import near
 from torch import Tensor, nn
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
@@ -22,6 +20,8 @@ from peagle.models.attention import RowsAttention
 from peagle.models.config import DecoderConfig
 from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel
+from tests.tiny.models import UNEVEN, randomise
+from tests.tolerance import near
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -167,7 +167,7 @@ def drafter_states(network: EagleNetwork, **options: Any) -> Tensor:
 
 def small(name: str) -> TargetModel:
     model = TargetModel(DecoderConfig.from_transformers(CASES[name]))
-    tiny.randomise(model)
+    randomise(model)
     return model.requires_grad_(False).eval()
 
 
@@ -191,6 +191,7 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(fused, "gpu_takes", lambda x: True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_targets_layers_agree_with_their_modules(
@@ -210,6 +211,7 @@ def test_a_targets_layers_agree_with_their_modules(
     torch.testing.assert_close(ours, expected, **near(expected, terms=50, depth=3))
 
 
+@pytest.mark.slow
 def test_splits_of_long_contexts_change_nothing_but_the_order_of_sums(
     device: torch.device, with_kernels: Callable[[], None], calls: list[int]
 ) -> None:
@@ -220,6 +222,7 @@ def test_splits_of_long_contexts_change_nothing_but_the_order_of_sums(
     assert len(calls) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True}, {"attention_bias": True}])
 def test_a_drafters_layers_agree_with_their_modules(
@@ -229,7 +232,7 @@ def test_a_drafters_layers_agree_with_their_modules(
     calls: list[int],
     with_kernels: Callable[[], None],
 ) -> None:
-    network = tiny.head(tiny.target(torch.float32), head_dim=8, **changes)
+    network = UNEVEN.make_head(UNEVEN.make_target(torch.float32), head_dim=8, **changes)
     expected = drafter_states(network)
     assert not calls
     with_kernels()
@@ -239,6 +242,7 @@ def test_a_drafters_layers_agree_with_their_modules(
     torch.testing.assert_close(ours, expected, **near(expected, terms=50, depth=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["norms of queries and keys", "sliding window"])
 @pytest.mark.parametrize("form", FORMS)
 def test_prompts_beside_newest_tokens_agree_with_the_modules(
@@ -259,10 +263,11 @@ def test_prompts_beside_newest_tokens_agree_with_the_modules(
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_drafters_prompts_beside_new_rows_agree_with_the_modules(
     device: torch.device, calls: list[int], with_kernels: Callable[[], None]
 ) -> None:
-    network = tiny.head(tiny.target(torch.float32), head_dim=8)
+    network = UNEVEN.make_head(UNEVEN.make_target(torch.float32), head_dim=8)
     expected = drafter_states(network, steps=STEPS_WITH_PROMPTS)
     with_kernels()
     ours = drafter_states(network.to(device), steps=STEPS_WITH_PROMPTS)
@@ -286,6 +291,7 @@ def test_rows_in_two_groups_give_what_one_group_gives() -> None:
     torch.testing.assert_close(apart, together[order], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_sequence_has_the_same_bits_alone_and_beside_others(
     device: torch.device, with_kernels: Callable[[], None], calls: list[int]
 ) -> None:
@@ -297,6 +303,7 @@ def test_a_sequence_has_the_same_bits_alone_and_beside_others(
     assert calls == [6, 2]
 
 
+@pytest.mark.slow
 def test_weights_that_are_replaced_are_seen(
     device: torch.device, with_kernels: Callable[[], None], calls: list[int]
 ) -> None:
@@ -309,6 +316,7 @@ def test_weights_that_are_replaced_are_seen(
     assert len(calls) == 2
 
 
+@pytest.mark.slow
 def test_weights_that_are_replaced_after_binding_are_not_looked_for(
     device: torch.device, with_kernels: Callable[[], None]
 ) -> None:
@@ -401,7 +409,7 @@ def test_logits_of_half_weights_are_float32_sums(device: torch.device, num_rows:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 64, 65])
 def test_a_drafters_logits_include_its_norm(device: torch.device, num_rows: int) -> None:
-    network = tiny.head(tiny.target(torch.float32), head_dim=8)
+    network = UNEVEN.make_head(UNEVEN.make_target(torch.float32), head_dim=8)
     hidden = torch.randn(num_rows, 32)
     with torch.inference_mode():
         expected = network.logits(hidden)

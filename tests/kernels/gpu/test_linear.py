@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from tolerance import near, rounding
 from torch import Tensor
 
 from peagle.kernels.gpu import linear as gpu
 from peagle.kernels.gpu import norms
 from peagle.kernels.reference import linear as reference
 from peagle.kernels.reference.linear import Norm
+from tests.tolerance import near, rounding
 
 HALF_STEP = {torch.float32: rounding(terms=256), torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerance import near, rounding
 from torch import Tensor
 
 from peagle.kernels.gpu import sampling as fast
 from peagle.kernels.reference import sampling as reference
 from peagle.kernels.reference.sampling import SampledTokens, SamplingMetadata
+from tests.tolerance import near, rounding
 
 from .test_sampling import (
     DEVICE,
@@ -43,6 +43,7 @@ def probs_of(
     return probs[:, 0]
 
 
+@pytest.mark.slow
 @given(ROWS.filter(lambda row: max(row) > -INF), SETTINGS, st.booleans())
 @settings(max_examples=EXAMPLES)
 def test_the_distribution_keeps_what_the_definition_keeps(row, setting, reduced: bool) -> None:
@@ -54,6 +55,7 @@ def test_the_distribution_keeps_what_the_definition_keeps(row, setting, reduced:
     assert abs(float(expected.sum()) - 1.0) < rounding(terms=37)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", [False, True])
 @pytest.mark.parametrize("reduced", [False, True])
 def test_draws_and_probabilities_over_many_chunks_are_those_of_the_definition(
@@ -78,6 +80,7 @@ def test_draws_and_probabilities_over_many_chunks_are_those_of_the_definition(
     assert (probs.gather(1, sampled.token_ids[:, None]) > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", [False, True])
 def test_the_targets_probabilities_are_those_of_the_definition(filters: bool) -> None:
     logits, metadata = random_logits(4, 2500, 2.0), make_metadata(MIXED if filters else UNFILTERED)
@@ -91,6 +94,7 @@ def test_the_targets_probabilities_are_those_of_the_definition(filters: bool) ->
     assert torch.equal(drawn, ours.probs)
 
 
+@pytest.mark.slow
 def test_a_distribution_does_not_depend_on_its_neighbours() -> None:
     logits, metadata = random_logits(4, 1500), make_metadata(MIXED)
     together = fast.token_probs(logits, metadata).probs
@@ -100,6 +104,7 @@ def test_a_distribution_does_not_depend_on_its_neighbours() -> None:
         assert torch.equal(alone[0], together[row])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "kept"),
     [

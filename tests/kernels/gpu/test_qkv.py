@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.paged_cases import (
+from peagle.kernels.gpu import layers as gpu_layers
+from peagle.kernels.gpu.linear import fused_linear
+from peagle.kernels.gpu.qkv import fits_one_kernel, qkv_to_cache, rotate_and_write
+from peagle.kernels.layer_tensors import LayerTensors, Projection
+from peagle.kernels.reference import qkv as reference
+from peagle.kernels.reference.linear import Norm
+from peagle.kernels.rows import PagedRows, RowGroups
+from tests.kernels.gpu.paged_cases import (
     DEVICE,
     EPS,
     NUM_POSITIONS,
@@ -21,13 +28,6 @@ from kernels.gpu.paged_cases import (
     Shape,
     make_rows,
 )
-from peagle.kernels.gpu import layers as gpu_layers
-from peagle.kernels.gpu.linear import fused_linear
-from peagle.kernels.gpu.qkv import fits_one_kernel, qkv_to_cache, rotate_and_write
-from peagle.kernels.layer_tensors import LayerTensors, Projection
-from peagle.kernels.reference import qkv as reference
-from peagle.kernels.reference.linear import Norm
-from peagle.kernels.rows import PagedRows, RowGroups
 
 SMALL = Heads(3, 1, 32)
 SHARED = Heads(4, 2, 16)
@@ -118,6 +118,7 @@ def assert_agrees_with_the_reference(case: Case) -> None:
         torch.testing.assert_close(our, expected, **TOLERANCE[our.dtype])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("num_rows", [1, 5, 17, 30])
 @pytest.mark.parametrize("norm", [False, True])
@@ -139,6 +140,7 @@ def test_a_drafters_first_layer_reads_two_inputs_side_by_side() -> None:
     assert_agrees_with_the_reference(make_case(5, SHARED, inputs=2 * 72))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [5, 30])
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -164,6 +166,7 @@ def test_rows_that_are_not_real_touch_the_padding_slot_alone() -> None:
         assert (cache[written[:-1]] != UNTOUCHED).all()
 
 
+@pytest.mark.slow
 def test_a_row_has_the_same_bits_alone_or_beside_others() -> None:
     case = make_case(5, norm=True)
     together, keys, _ = case.run(qkv_to_cache)
@@ -210,6 +213,7 @@ def layer_of(case: Case, heads: Heads, head_norms: bool) -> LayerTensors:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "head_norms", "num_rows", "expected"),
     [

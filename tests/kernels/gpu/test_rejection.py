@@ -161,6 +161,7 @@ def prob(seed: int, sequence: tuple[int, ...], vocab_size: int, units: int) -> F
     return weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "vocab_size", "units", "depth", "num_uniforms"),
     [(0, 3, 3, 1, 6), (0, 5, 2, 1, 2), (1, 5, 2, 1, 2), (0, 3, 2, 2, 2), (1, 3, 2, 2, 2)],

@@ -11,7 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.gpu.paged_cases import (
+from peagle.kernels.gpu.qkv import rotate_and_write
+from peagle.kernels.reference import qkv as reference
+from peagle.kernels.rows import PagedRows
+from peagle.models.layers import RMSNorm, rotate
+from tests.kernels.gpu.paged_cases import (
     DEVICE,
     EPS,
     EXAMPLES,
@@ -23,10 +27,6 @@ from kernels.gpu.paged_cases import (
     Shape,
     make_rows,
 )
-from peagle.kernels.gpu.qkv import rotate_and_write
-from peagle.kernels.reference import qkv as reference
-from peagle.kernels.rows import PagedRows
-from peagle.models.layers import RMSNorm, rotate
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ def make_case(heads: Heads, num_rows: int, has_norm: bool, dtype: torch.dtype) -
 HEADS = st.builds(Heads, st.integers(1, 9), st.integers(1, 3), st.sampled_from([8, 24, 64]))
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(heads=HEADS, num_rows=st.integers(1, 5), has_norm=st.booleans(), half=st.booleans())
 def test_kernel_agrees_with_its_reference(

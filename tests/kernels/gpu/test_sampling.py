@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerance import near
 from torch import Tensor
 
 from peagle.kernels.gpu import sampling as fast
@@ -20,6 +19,7 @@ from peagle.kernels.reference import sampling as reference
 from peagle.kernels.reference.sampling import SampledTokens, SamplingMetadata
 from peagle.speculation.noise import gumbel_noise, uniform_noise
 from peagle.speculation.sampling import SamplingRows, filter_logits
+from tests.tolerance import near
 
 INF, NAN = math.inf, math.nan
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -138,11 +138,12 @@ def test_the_lowest_id_wins_among_equals_within_and_across_chunks() -> None:
     assert sampled.usable.all()
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_nothing_is_sampled_from_a_row_with_a_nan_wherever_it_stands(sampled: bool) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("random", [False, True])
+def test_nothing_is_sampled_from_a_row_with_a_nan_wherever_it_stands(random: bool) -> None:
     logits = random_logits(7, 36)
     logits[torch.arange(6), torch.tensor([0, 1, 15, 16, 33, 35])] = NAN
-    metadata = make_metadata([(1.0, 0, 1.0, 0.0)] * 7) if sampled else None
+    metadata = make_metadata([(1.0, 0, 1.0, 0.0)] * 7) if random else None
     sampled = fast.sample_in_chunks(logits, metadata, None, False, CHUNK, BLOCK)
     assert sampled.usable.tolist() == [False] * 6 + [True]
     assert sampled.token_ids[:6].tolist() == [0] * 6
@@ -189,6 +190,7 @@ MIXED: list[Setting] = [
 ]
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(ROWS, SETTINGS), min_size=1, max_size=2), st.integers(0, 999))
 @settings(max_examples=EXAMPLES)
 def test_any_row_under_any_filters_gives_the_token_of_the_definition(rows, seed: int) -> None:
@@ -197,6 +199,7 @@ def test_any_row_under_any_filters_gives_the_token_of_the_definition(rows, seed:
     assert_same_tokens(logits, metadata)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(ROWS, SETTINGS), min_size=1, max_size=2), st.integers(0, 999))
 @settings(max_examples=EXAMPLES)
 def test_any_row_without_filters_gives_the_token_of_the_definition(rows, seed: int) -> None:
@@ -214,6 +217,7 @@ def test_of_an_even_row_a_nucleus_keeps_the_lowest_ids() -> None:
     assert fast.find_thresholds(logits, metadata, chunks, 64).last_columns.tolist() == [149]
 
 
+@pytest.mark.slow
 def test_noise_is_that_of_the_targets_ids() -> None:
     """A reduced vocabulary draws what the whole one would if the other tokens were banned."""
     ids = torch.tensor([2, 3, 11, 29, 30, 44, 71, 90, 99], device=DEVICE)
@@ -226,11 +230,13 @@ def test_noise_is_that_of_the_targets_ids() -> None:
     assert len(set(reduced.token_ids.tolist())) > 4
 
 
+@pytest.mark.slow
 def test_random_rows_are_sampled_as_the_definition_does() -> None:
     logits = random_logits(30, 300, 1.5)
     assert_same_tokens(logits, make_metadata([(0.9, 0, 1.0, 0.0)] * 30), filters=False, chunk=256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_logits_are_sampled_from_as_they_are(dtype: torch.dtype) -> None:
     logits = random_logits(4, 90).to(dtype)
@@ -240,6 +246,7 @@ def test_half_precision_logits_are_sampled_from_as_they_are(dtype: torch.dtype) 
     assert_same_tokens(logits[:1], make_metadata([(1.0, 9, 0.7, 0.0)]))
 
 
+@pytest.mark.slow
 def test_rows_may_lie_apart_in_memory() -> None:
     wide = random_logits(3, 120)
     wide[:, 50:] = 99.0
@@ -247,6 +254,7 @@ def test_rows_may_lie_apart_in_memory() -> None:
     assert_same_tokens(wide[::2, :50], make_metadata([(1.0, 9, 0.8, 0.0)] * 2))
 
 
+@pytest.mark.slow
 def test_a_row_depends_neither_on_its_neighbours_nor_on_the_chunks() -> None:
     logits = random_logits(4, 70)
     metadata = make_metadata(MIXED)

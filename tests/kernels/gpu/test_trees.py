@@ -38,6 +38,7 @@ def metadata_of(rows: int, generator: torch.Generator) -> SamplingMetadata:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
     seeds,
@@ -83,6 +84,7 @@ def tree_state(width: int) -> DeviceBatch:
     return state
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(seeds, st.integers(1, 5), st.sampled_from([4, 8]), st.integers(1, 63), st.integers(1, 4))
 def test_stored_trees_are_the_references(
@@ -139,6 +141,7 @@ def test_the_walk_is_the_references(seed: int, batch: int, size: int, depth: int
     check_equal(ours, reference.walk_tree(counts, sampled, usable, depth))
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(seeds, st.integers(1, 3), st.integers(1, 12), st.sampled_from([(1, 8), (3, 8), (9, 64)]))
 def test_moved_rows_are_the_references(

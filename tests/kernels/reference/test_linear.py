@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tolerance import near
 from torch import Tensor
 
 from peagle.kernels.reference import linear
 from peagle.kernels.reference.linear import Norm
+from tests.tolerance import near
 
 ROWS, HIDDEN, EPS = 3, 24, 1e-2
 SMALL = 1e-3  # of rows: their mean square is far below the epsilon, which alone decides the scale

@@ -7,6 +7,7 @@ fp8          rows as 8-bit floats, and products of two such matrices
 best_token   greedy tokens from hidden states
 sampling     a token per row of logits, and the distributions that tokens are drawn from
 rejection    rejection sampling
+trees        trees of drafts: candidates, the best nodes, which path the target keeps
 gather       rows brought to where a step reads them
 batch        the bookkeeping of a step
 """
