@@ -230,7 +230,7 @@ class Engine:
         continues = is_open & self._continues(indices, rows)
         usual = num_drafts[continues], num_new[continues] - 1
         batch.outcomes[indices[continues], *usual] += 1
-        self._count(*usual)
+        self._count(*usual, batch.per_step[indices[continues]] - 1)
         news = []
         at_once, tokens, counts = continues.tolist(), rows[:, HEADER:].tolist(), num_new.tolist()
         for n in np.flatnonzero(is_open).tolist():
@@ -257,13 +257,15 @@ class Engine:
         out: NDArray[np.bool_] = (num_new > 0) & is_short & ~ends.any(1) & is_usual
         return out
 
-    def _count(self, drafted: Column, kept: Column) -> None:
-        """Of requests that continue."""
+    def _count(self, drafted: Column, kept: Column, depths: Column) -> None:
+        """Of requests that continue, with drafts of these depths."""
         self.stats.num_output_tokens += int(kept.sum()) + len(kept)
         size = self.scheduler.batch.outcomes.shape[1]
-        times = np.bincount(drafted * size + kept)
-        for pair in np.flatnonzero(times).tolist():
-            self.stats.observe(pair // size, pair % size, int(times[pair]), self._tree_depth)
+        pairs = drafted * size + kept
+        for depth in set(depths.tolist()):  # mostly one
+            times = np.bincount(pairs[depths == depth])
+            for pair in np.flatnonzero(times).tolist():
+                self.stats.observe(pair // size, pair % size, int(times[pair]), depth)
 
     def _collect_one(self, step: InFlight, n: int, row: list[int]) -> list[NewTokens]:
         """A request that may have ended, that got nothing, or whose logits the host reads."""
@@ -276,8 +278,9 @@ class Engine:
         new = self._append(request, token_ids, logprobs)
         # Drafts behind the token that ended the request were verified for nothing.
         outcome = num_drafts, min(num_new - 1, len(new.token_ids))
-        request.stats.observe(*outcome, depth=self._tree_depth)
-        self.stats.observe(*outcome, depth=self._tree_depth)
+        depth = request.num_speculative_tokens
+        request.stats.observe(*outcome, depth=depth)
+        self.stats.observe(*outcome, depth=depth)
         if not slot.closed:  # its minimum length may be reached
             needs_host = request.params.logprobs is not None or needs_adjustment(request)
             self.scheduler.batch.needs_host[slot.index] = needs_host
@@ -343,13 +346,14 @@ class Engine:
         room = self.max_model_len - len(prompt_token_ids)
         seed = params.seed if seed is None else seed
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_token_ids)
+        depth = self._num_speculative_tokens(params)
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt_token_ids),
             params=params,
             seed=self._seeds.getrandbits(63) if seed is None else seed,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            num_speculative_tokens=(depth := self._num_speculative_tokens(params)),
+            num_speculative_tokens=depth,
             num_draft_nodes=self._num_draft_nodes(depth),
             stop_token_ids=frozenset(ends),
             bad_word_ids=tuple(tuple(word) for word in bad_word_ids),
@@ -417,14 +421,6 @@ class Engine:
                 hint=f"use at most {engines_own}, or verification coupled",
             )
         return asked
-
-    @property
-    def _tree_depth(self) -> int | None:
-        """None where drafts are chains."""
-        speculation = self.speculation
-        if speculation is None or speculation.num_draft_nodes is None:
-            return None
-        return speculation.num_speculative_tokens
 
     def _num_draft_nodes(self, depth: int) -> int | None:
         """Of a request with drafts of this depth."""
