@@ -121,7 +121,8 @@ class Engine:
         self._host_drafter = host_drafter(drafter)
         probs_shape = draft_probs_shape(speculation, target)
         cache_len = self.max_model_len + (speculation.cache_slack if speculation else 0)
-        self.allocator = make_allocator(target, drafter, config, cache_len, probs_shape)
+        num_nodes = speculation.num_draft_nodes if speculation else None
+        self.allocator = make_allocator(target, drafter, config, cache_len, probs_shape, num_nodes)
         self.runner = make_runner(
             target,
             speculation,
