@@ -22,7 +22,7 @@ from peagle.engine.memory import (
     step_reserve,
 )
 from peagle.errors import ConfigError
-from tests.tiny import drafters
+from tests.tiny import drafters, engines
 from tests.tiny.models import SHALLOW, VOCAB, head_drafter
 from tests.train.live_memory import KernelAttention, LiveBytes
 
@@ -139,6 +139,22 @@ def test_an_engine_takes_what_the_gpu_has_left(
     assert make_allocator(target, None, config, 96).num_blocks == 30
 
 
+def test_rows_of_trees_are_reserved_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = SHALLOW.make_target(torch.float32)
+    have = DeviceMemory(100 * GIB, 100 * GIB)
+    monkeypatch.setattr(memory, "device_memory", lambda device: have)
+    drafter, reserves = head_drafter(SHALLOW.make_head(target)), []
+
+    def count(need: CacheNeed, config: object, have: object, reserve: int) -> int:
+        reserves.append(reserve)
+        return need.at_once
+
+    monkeypatch.setattr(memory, "count_blocks", count)
+    for nodes in (None, 40):
+        engines.make_engine(target, drafter, nodes=nodes)
+    assert reserves[0] < reserves[1]
+
+
 def test_a_pass_never_holds_more_than_was_counted() -> None:
     """Counted against the tensors that the plain modules really make in a pass."""
     target = SHALLOW.make_target(torch.float32)
@@ -158,6 +174,8 @@ def test_the_reserve_grows_with_rows_and_logits() -> None:
     few = EngineConfig(max_num_seqs=2, max_num_batched_tokens=200)
     plain, speculative = (step_reserve(target, d, few) for d in (None, drafter))
     assert WORKSPACE_BYTES < plain < speculative
+    small, large = (step_reserve(target, drafter, few, nodes) for nodes in (2, 40))
+    assert speculative == small < large
     more = EngineConfig(max_num_seqs=2, max_num_batched_tokens=400)
     assert step_reserve(target, None, more) > plain
     assert activation_bytes(target.config, itemsize=2, rows=8, sampled_rows=0) < activation_bytes(

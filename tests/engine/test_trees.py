@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -111,15 +112,17 @@ def test_any_trees_under_preemption_leave_the_answers_alone(
         naive.check(target(), engines.run(engine, jobs), jobs)
 
 
-@pytest.mark.parametrize("windows", [(4, None), (6, 6)])
+@pytest.mark.parametrize("windows", [(4, None), (6, 6), (2, 3)])
 def test_sliding_windows_see_the_path_and_not_its_siblings(
     windows: tuple[int | None, ...],
 ) -> None:
+    """A path may be longer than the window, too."""
     model = SHALLOW.make_target(sliding_windows=windows)
     jobs = [Job(p, GREEDY) for p in prompts(3, seed=5)]
-    drafter = drafters.ScriptedTrees(SHALLOW.make_head(model), naive.known(model, jobs), (0, 1, 3))
-    requests, _ = engines.run_both(model, drafter, 4, jobs, nodes=12)
-    naive.check(model, requests, jobs)
+    for k, nodes, ranks in ((4, 12, (0, 1, 3)), (8, 20, (0,))):
+        drafter = drafters.ScriptedTrees(SHALLOW.make_head(model), naive.known(model, jobs), ranks)
+        requests, _ = engines.run_both(model, drafter, k, jobs, nodes=nodes)
+        naive.check(model, requests, jobs)
 
 
 def test_a_tree_with_the_right_tokens_is_accepted_to_its_full_depth() -> None:
@@ -151,6 +154,19 @@ def test_requests_of_their_own_depth_stand_beside_each_other() -> None:
         total.merge(request.stats)
     assert engine.stats.num_draft_tokens_per_pos == total.num_draft_tokens_per_pos
     assert engine.stats.num_accepted_tokens_per_pos == total.num_accepted_tokens_per_pos
+
+
+def test_a_request_may_ask_for_a_deeper_tree_than_the_engines() -> None:
+    jobs = [
+        Job(p, SamplingParams(temperature=0.0, max_tokens=30, num_speculative_tokens=k))
+        for p, k in zip(prompts(3, seed=2), (9, None, 2), strict=True)
+    ]
+    requests, engine = engines.run_both(target(), scripted(jobs, (0,)), 3, jobs, nodes=20)
+    naive.check(target(), requests, jobs)
+    per_pos = [r.stats.num_draft_tokens_per_pos for r in requests]
+    assert [len(drafted) for drafted in per_pos] == [9, 3, 2]
+    summed = [sum(column) for column in zip_longest(*per_pos, fillvalue=0)]
+    assert engine.stats.num_draft_tokens_per_pos == summed
 
 
 def test_float32_kernels_take_trees_and_give_plain_decodings_answers() -> None:

@@ -37,19 +37,29 @@ def _ban_words(logits: Tensor, request: Request, paths: Sequence[Sequence[int]])
     """A word's last token is banned where the tokens before it have just been generated."""
     if not request.bad_word_ids:
         return
-    for row, path in enumerate(paths):
-        output_ids = request.output_token_ids + list(path)
-        for *prefix, last in request.bad_word_ids:
-            if output_ids[max(len(output_ids) - len(prefix), 0) :] == prefix:
-                logits[row, last] = -torch.inf
+    longest = max(len(word) for word in request.bad_word_ids)
+    recent = request.output_token_ids[-longest:]
+    banned = [
+        (row, last)
+        for row, path in enumerate(paths)
+        for *prefix, last in request.bad_word_ids
+        if _ends_with([*recent, *path], prefix)
+    ]
+    if banned:
+        rows, tokens = zip(*banned, strict=True)
+        logits[list(rows), list(tokens)] = -torch.inf
+
+
+def _ends_with(token_ids: list[int], suffix: list[int]) -> bool:
+    return not suffix or token_ids[-len(suffix) :] == suffix
 
 
 def _ban_early_stop(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> None:
-    if not request.stop_token_ids:
-        return
-    for row, path in enumerate(paths):
-        if request.num_outputs + len(path) < request.params.min_tokens:
-            logits[row, sorted(request.stop_token_ids)] = -torch.inf
+    missing = request.params.min_tokens - request.num_outputs
+    rows = [row for row, path in enumerate(paths) if len(path) < missing]
+    if rows and request.stop_token_ids:
+        index = torch.tensor(rows, device=logits.device)[:, None]
+        logits[index, sorted(request.stop_token_ids)] = -torch.inf
 
 
 def _has_penalties(request: Request) -> bool:
@@ -65,9 +75,10 @@ def _penalise(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) 
     in_prompt[request.prompt_token_ids] = True
     output_ids = torch.tensor(request.output_token_ids, dtype=torch.long, device=device)
     counts = torch.bincount(output_ids, minlength=vocab_size).repeat(num_rows, 1)  # [R, V]
-    for row, path in enumerate(paths):
-        for token in path:
-            counts[row, token] += 1
+    places = [(row, token) for row, path in enumerate(paths) for token in path]
+    if places:  # in one operation: a tree has some hundred
+        index = tuple(torch.tensor(column, device=device) for column in zip(*places, strict=True))
+        counts.index_put_(index, counts.new_ones(len(places)), accumulate=True)
     p = request.params
     values = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
     repetition, presence, frequency = (

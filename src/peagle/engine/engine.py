@@ -121,7 +121,8 @@ class Engine:
         self._host_drafter = host_drafter(drafter)
         probs_shape = draft_probs_shape(speculation, target)
         cache_len = self.max_model_len + (speculation.cache_slack if speculation else 0)
-        self.allocator = make_allocator(target, drafter, config, cache_len, probs_shape)
+        num_nodes = speculation.num_draft_nodes if speculation else None
+        self.allocator = make_allocator(target, drafter, config, cache_len, probs_shape, num_nodes)
         self.runner = make_runner(
             target,
             speculation,
@@ -258,14 +259,14 @@ class Engine:
         return out
 
     def _count(self, drafted: Column, kept: Column, depths: Column) -> None:
-        """Of requests that continue."""
+        """Of requests that continue, with drafts of these depths."""
         self.stats.num_output_tokens += int(kept.sum()) + len(kept)
-        size = max(self.scheduler.batch.outcomes.shape[1], int(depths.max(initial=0)) + 1)
-        times = np.bincount((depths * size + drafted) * size + kept)
-        for place in np.flatnonzero(times).tolist():
-            pair, num_kept = divmod(place, size)
-            depth, num_drafted = divmod(pair, size)
-            self.stats.observe(num_drafted, num_kept, int(times[place]), depth)
+        size = self.scheduler.batch.outcomes.shape[1]
+        pairs = drafted * size + kept
+        for depth in set(depths.tolist()):  # mostly one
+            times = np.bincount(pairs[depths == depth])
+            for pair in np.flatnonzero(times).tolist():
+                self.stats.observe(pair // size, pair % size, int(times[pair]), depth)
 
     def _collect_one(self, step: InFlight, n: int, row: list[int]) -> list[NewTokens]:
         """A request that may have ended, that got nothing, or whose logits the host reads."""
@@ -278,8 +279,9 @@ class Engine:
         new = self._append(request, token_ids, logprobs)
         # Drafts behind the token that ended the request were verified for nothing.
         outcome = num_drafts, min(num_new - 1, len(new.token_ids))
-        request.stats.observe(*outcome, depth=request.num_speculative_tokens)
-        self.stats.observe(*outcome, depth=request.num_speculative_tokens)
+        depth = request.num_speculative_tokens
+        request.stats.observe(*outcome, depth=depth)
+        self.stats.observe(*outcome, depth=depth)
         if not slot.closed:  # its minimum length may be reached
             needs_host = request.params.logprobs is not None or needs_adjustment(request)
             self.scheduler.batch.needs_host[slot.index] = needs_host
@@ -345,13 +347,14 @@ class Engine:
         room = self.max_model_len - len(prompt_token_ids)
         seed = params.seed if seed is None else seed
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_token_ids)
+        depth = self._num_speculative_tokens(params)
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt_token_ids),
             params=params,
             seed=self._seeds.getrandbits(63) if seed is None else seed,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            num_speculative_tokens=(depth := self._num_speculative_tokens(params)),
+            num_speculative_tokens=depth,
             num_draft_nodes=self._num_draft_nodes(depth),
             stop_token_ids=frozenset(ends),
             bad_word_ids=tuple(tuple(word) for word in bad_word_ids),

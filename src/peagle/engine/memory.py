@@ -29,7 +29,9 @@ WORKSPACE_BYTES = 512 << 20  # the libraries' workspaces, loaded kernels, the gr
 # float32 logits, filtered, sorted with their places, probabilities, noise.
 LOGIT_BYTES = 32
 
-MAX_RESERVED_DRAFTS = 8  # per request; who drafts further leaves more room by the utilization
+MAX_RESERVED_DRAFTS = 8  # of a chain; who drafts further leaves more room by the utilization
+# Trees are verified by coupling alone: logits and a copy or two, a third of LOGIT_BYTES at most.
+TREE_LOGIT_SHARE = 3
 
 MORE_ROOM = (
     "raise gpu_memory_utilization, lower max_model_len, max_num_seqs or max_num_batched_tokens, "
@@ -44,7 +46,7 @@ class DeviceMemory(NamedTuple):
 
 class CacheNeed(NamedTuple):
     block_bytes: int  # in the caches of target and drafter together
-    longest: int  # tokens of a request: max_model_len
+    longest: int  # positions of a request: max_model_len, with trees their rows behind it
     per_request: int  # blocks of such a request
     at_once: int  # blocks that all requests could hold at once
 
@@ -57,29 +59,30 @@ def make_allocator(
     target: TargetModel,
     drafter: Drafter | None,
     config: EngineConfig,
-    max_model_len: int,
+    cache_len: int,  # positions that a request's blocks may have
     probs_shape: tuple[int, int] | None = None,  # kept of each request's drafts
+    num_draft_nodes: int | None = None,
 ) -> BlockAllocator:
     """As many blocks as the memory holds, and no more than could ever be used at once."""
-    need = cache_need(target, drafter, config, max_model_len)
+    need = cache_need(target, drafter, config, cache_len)
     device = target.embed_tokens.weight.device
     memory = device_memory(device)
-    reserve = 0 if memory is None else step_reserve(target, drafter, config)
+    reserve = 0 if memory is None else step_reserve(target, drafter, config, num_draft_nodes)
     reserve += 4 * (config.max_num_seqs + 1) * math.prod(probs_shape) if probs_shape else 0
     num_blocks = count_blocks(need, config, memory, reserve)
     return BlockAllocator(num_blocks, config.block_size, contiguous=device.type != "cuda")
 
 
 def cache_need(
-    target: TargetModel, drafter: Drafter | None, config: EngineConfig, max_model_len: int
+    target: TargetModel, drafter: Drafter | None, config: EngineConfig, cache_len: int
 ) -> CacheNeed:
     layouts = [target_layout(target)]
     if drafter is not None and drafter.cache_layout is not None:
         layouts.append(drafter.cache_layout)
     dtype = target.embed_tokens.weight.dtype
     block_bytes = config.block_size * sum(slot_bytes(layout, dtype) for layout in layouts)
-    per_request = -(-max_model_len // config.block_size)
-    return CacheNeed(block_bytes, max_model_len, per_request, per_request * config.max_num_seqs)
+    per_request = -(-cache_len // config.block_size)
+    return CacheNeed(block_bytes, cache_len, per_request, per_request * config.max_num_seqs)
 
 
 def count_blocks(
@@ -110,17 +113,24 @@ def cache_budget(config: EngineConfig, memory: DeviceMemory | None, reserve: int
     return int(memory.total * config.gpu_memory_utilization) - in_use - reserve
 
 
-def step_reserve(target: TargetModel, drafter: Drafter | None, config: EngineConfig) -> int:
+def step_reserve(
+    target: TargetModel,
+    drafter: Drafter | None,
+    config: EngineConfig,
+    num_draft_nodes: int | None = None,
+) -> int:
     """Bytes that steps need beside weights and caches."""
     drafts = drafter.max_speculative_tokens if drafter else 0
-    verified = config.max_num_seqs * (1 + min(drafts, MAX_RESERVED_DRAFTS))
-    rows = config.max_num_batched_tokens + verified  # a step's rows are padded to a graph's shape
+    in_chains = config.max_num_seqs * (1 + min(drafts, MAX_RESERVED_DRAFTS))
+    in_trees = config.max_num_seqs * (1 + (num_draft_nodes or 0))
+    # A step's rows are padded to a graph's shape.
+    rows = config.max_num_batched_tokens + max(in_chains, in_trees)
     # The drafter's pass has fewer layers and comes when the target's is over: it finds room.
     passes = activation_bytes(
         target.config,
         itemsize=target.embed_tokens.weight.dtype.itemsize,
         rows=rows,
-        sampled_rows=verified,
+        sampled_rows=max(in_chains, in_trees // TREE_LOGIT_SHARE),
     )
     return POOLS * passes + WORKSPACE_BYTES
 

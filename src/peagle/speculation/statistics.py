@@ -33,7 +33,8 @@ class SpecDecodeStats:
     ) -> None:
         """Counts one decode step of one request, or `times` alike: of `num_draft` drafts, the
         first `num_accepted` were kept. One without drafts (0, 0) counts in `num_steps` alone.
-        Of a tree, `num_draft` are its nodes; `depth` is how many positions drafts have at most."""
+        Of a tree, `num_draft` are its nodes and `depth` the positions that they share; a path that
+        ends where no node follows counts as rejected there."""
         assert 0 <= num_accepted <= num_draft, (num_draft, num_accepted)
         self.num_steps += times
         if num_draft == 0:

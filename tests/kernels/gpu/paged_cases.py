@@ -153,8 +153,9 @@ def _seen(rows: PagedRows, item: int, j: int, window: int | None) -> list[int]:
         return list(range(first, min(start + j + 1, end)))
     row = item * rows.rows_per_item + j
     first = 0 if window is None else max(0, int(rows.positions[row]) - window + 1)
-    own = [start + n for n in range(64) if int(rows.ancestors[row]) >> n & 1]
-    return [p for p in [*range(first, start), *own] if p < end]
+    own = [n for n in range(64) if int(rows.ancestors[row]) >> n & 1]
+    own = [n for n in own if int(rows.positions[item * rows.rows_per_item + n]) >= first]
+    return [p for p in [*range(first, start), *(start + n for n in own)] if p < end]
 
 
 def _attend_one(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:

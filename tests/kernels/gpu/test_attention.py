@@ -73,8 +73,9 @@ def with_trees(case: Case, seed: int) -> Case:
 
 @pytest.mark.slow
 @settings(max_examples=EXAMPLES)
-@given(shape=shapes(), window=st.none() | st.integers(6, 100), seed=st.integers(0, 99))
+@given(shape=shapes(), window=WINDOWS, seed=st.integers(0, 99))
 @example(Shape((Item(100, 140),), 40, 3, 1, 16, 4, 1), None, 0)
+@example(Shape((Item(100, 140),), 40, 3, 1, 16, 4, 1), 2, 0)
 @example(Shape((Item(20, 84),), 64, 1, 1, 16, 4, 2), 9, 0)
 def test_rows_of_trees_see_what_the_reference_lets_them_see(
     shape: Shape, window: int | None, seed: int
@@ -86,7 +87,8 @@ def test_rows_of_trees_see_what_the_reference_lets_them_see(
 
 
 @settings(max_examples=20)
-@given(shape=shapes(capacity=24), window=st.none() | st.integers(6, 20), seed=st.integers(0, 99))
+@given(shape=shapes(capacity=24), window=st.none() | st.integers(1, 20), seed=st.integers(0, 99))
+@example(Shape((Item(9, 18),), 9), 2, 0)
 def test_the_reference_of_trees_is_the_definition(
     shape: Shape, window: int | None, seed: int
 ) -> None:

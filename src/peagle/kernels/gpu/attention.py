@@ -317,13 +317,17 @@ def _attend(
             if WINDOW > 0:
                 sees = sees & (key[None, :] > position[:, None] - WINDOW)
         else:
-            is_before = (key < start)[None, :]
-            if WINDOW > 0:
-                own = tl.load(positions_ptr + own_row, mask=row < Q, other=0).to(tl.int32)
-                is_before = is_before & (key[None, :] > own[:, None] - WINDOW)
+            is_before = key < start
             bit = tl.minimum(tl.maximum(key - start, 0), 63).to(tl.int64)
             is_ancestor = ((ancestors[:, None] >> bit[None, :]) & 1) == 1
-            sees = may_read[None, :] & tl.where((key < start)[None, :], is_before, is_ancestor)
+            sees = may_read[None, :] & (is_before[None, :] | is_ancestor)
+            if WINDOW > 0:
+                own = tl.load(positions_ptr + own_row, mask=row < Q, other=0).to(tl.int32)
+                theirs = positions_ptr + item.to(tl.int64) * Q + key - start
+                in_item = may_read & (key >= start) & (key < start + Q)
+                key_position = tl.load(theirs, mask=in_item, other=0).to(tl.int32)
+                key_position = tl.where(is_before, key, key_position)
+                sees = sees & (key_position[None, :] > own[:, None] - WINDOW)
         scores = tl.where(sees, scores, float("-inf"))
         peak = tl.maximum(tl.ceil(tl.max(scores, axis=1)), LOWEST)
         weights = tl.exp2(scores - peak[:, None])

@@ -51,15 +51,18 @@ def _visible(rows: PagedRows, window: int | None) -> Tensor:
 
 
 def _visible_in_trees(rows: PagedRows, ancestors: Tensor, window: int | None) -> Tensor:
-    """The keys before the item, and of its own rows the ancestors. These are in any window."""
+    """The keys before the item, and of its own rows the ancestors."""
     shape = len(rows.starts), rows.rows_per_item, 1
     key, starts = _key_positions(rows), rows.starts[:, None, None]
-    place = (key - starts).clamp(0, 63)  # [I, 1, T]
-    is_ancestor = (ancestors.view(shape) >> place) & 1 > 0
-    is_before = key < starts
-    if window is not None:
-        is_before = is_before & (key > rows.positions.view(shape) - window)
-    return torch.where(key < starts, is_before, is_ancestor & (key - starts < 64))
+    place = key - starts  # [I, 1, T]: rows of the item from 0 on
+    is_ancestor = (ancestors.view(shape) >> place.clamp(0, 63)) & 1 > 0
+    visible = (place < 0) | (is_ancestor & (place < 64))
+    if window is None:
+        return visible
+    position = rows.positions.view(shape)
+    own = place.clamp(0, rows.rows_per_item - 1).long()
+    key_position = torch.where(place < 0, key, position.transpose(1, 2).gather(2, own))
+    return visible & (key_position > position - window)
 
 
 def _written(rows: PagedRows) -> Tensor:
