@@ -109,9 +109,10 @@ def test_any_even_head_dimension_will_do(dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize(("num_rows", "group"), [(30, 3), (17, 4)])
+@pytest.mark.parametrize(
+    ("num_rows", "group", "splits", "window"),
+    [(30, 3, 1, 40), (30, 3, 3, None), (17, 4, 1, None), (17, 4, 3, 40)],
+)
 def test_more_rows_than_a_tile_are_divided_over_programs(
     num_rows: int, group: int, splits: int, window: int | None
 ) -> None:

@@ -102,9 +102,11 @@ def products(
 
 def check_products(kind: str, gated: bool, extras: bool) -> None:
     outputs, inputs = WEIGHTS[kind]
-    x = draw(max(ROWS[kind]), inputs, seed=0)
+    # The interpreter is slow: the most rows with all of it or with nothing.
+    counts = [n for n in ROWS[kind] if n <= 129 or extras == gated]
+    x = draw(max(counts), inputs, seed=0)
     whole = products(x, outputs, gated=gated, extras=extras)
-    for rows in ROWS[kind][:-1]:
+    for rows in counts[:-1]:
         first = (7 * rows) % (len(x) - rows + 1)
         part = x[first : first + rows].contiguous()
         ours = products(part, outputs, gated=gated, extras=extras)
