@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
+from peagle.cli import render
 from peagle.config import EngineConfig, SpeculativeConfig
 
 if TYPE_CHECKING:
@@ -18,7 +19,10 @@ def build_llm(model: str, engine: EngineConfig, drafter: SpeculativeConfig | Non
     """The embedded engine."""
     from peagle.engine.llm import LLM
 
-    return LLM(model, speculative_config=drafter, **asdict(engine))
+    llm = LLM(model, speculative_config=drafter, **asdict(replace(engine, warm_up=False)))
+    if engine.warm_up:
+        llm.engine.warm_up(render.counted("capturing steps"))
+    return llm
 
 
 def build_backend(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import IO, Any
 
 from peagle.speculation.statistics import SpecDecodeStats
@@ -24,6 +24,16 @@ def note(text: str) -> None:
     """Progress and remarks."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
+
+
+def counted(label: str) -> Callable[[int, int], None]:
+    """Progress by counts: a note for each tenth."""
+
+    def tell(done: int, total: int) -> None:
+        if done and (done == total or done % max(total // 10, 1) == 0):
+            note(f"{label}: {done} of {total}")
+
+    return tell
 
 
 def write(text: str) -> None:
