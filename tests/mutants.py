@@ -43,6 +43,8 @@ LAYOUT = ("checkpoints/test_vllm_layout.py",)
 BLOCKS = ("engine/test_blocks.py",)
 CPU_KERNELS = ("kernels/cpu/test_ops.py",)
 REFERENCE = ("kernels/reference/test_linear.py",)
+TREES = ("engine/test_trees.py",)
+GROWN_TREES = ("speculation/test_trees.py",)
 SCHEDULER = (
     "engine/test_scheduler.py",
     "engine/test_preemption.py",
@@ -186,6 +188,51 @@ MUTANTS = (
         'value.to(parameter.device if fused else "cpu")',
         "torch.zeros_like(value)",
         ("train/test_resume.py",),
+    ),
+    # Trees of drafts.
+    Mutant(
+        "speculation/trees.py",
+        "sums.sort(dim=1, descending=True",
+        "sums.sort(dim=1, descending=False",
+        GROWN_TREES,
+    ),
+    Mutant("speculation/trees.py", "log_probs.clamp(max=0.0)", "log_probs", GROWN_TREES),
+    Mutant("speculation/trees.py", "is_there & (parents ==", "(parents ==", GROWN_TREES),
+    Mutant(
+        "kernels/reference/trees.py",
+        "log_probs.masked_fill(~is_drafted, -torch.inf)",
+        "log_probs",
+        TREES,
+    ),
+    Mutant("kernels/reference/trees.py", "(depth <= path.num", "(depth < path.num", TREES),
+    Mutant("kernels/reference/batch.py", "starts[:, None] + depths", "places", TREES),
+    Mutant(
+        "kernels/reference/batch.py",
+        "torch.minimum(torch.minimum(state.num_drafts[slots], caps), has_room)",
+        "torch.minimum(state.num_drafts[slots], caps)",
+        TREES,
+    ),
+    Mutant("kernels/reference/attention.py", "(key_position > position", "(key > position", TREES),
+    Mutant("engine/step.py", "host.take_path(path.rows.tolist())", "pass", TREES),
+    Mutant(
+        "engine/step.py",
+        "self._sampler(counts.num_outputs, depths)",
+        "self._sampler(counts.num_outputs)",
+        TREES,
+    ),
+    Mutant("engine/row_layouts.py", "parents[n][: count - 1]", "None", TREES),
+    Mutant("engine/kv_cache.py", "key[self.start :] = position\n", "\n", TREES),
+    Mutant("engine/request.py", "max((self.num_draft_nodes or 0) - 1, 0)", "0", TREES),
+    Mutant(
+        "engine/host_batch.py",
+        "np.maximum(self.per_step[slots] + ahead, self.num_rows[slots])",
+        "self.per_step[slots] + ahead",
+        TREES,
+    ),
+    Mutant("engine/host_sampling.py", "[*paths[parent], draft]", "[*paths[-1], draft]", TREES),
+    Mutant("kernels/cpu/ops.c", "start + (path ? path[0] : row)", "start + row", CPU_KERNELS),
+    Mutant(
+        "kernels/cpu/ops.c", "lowest_row = start;", "lowest_row = start + task->begin;", CPU_KERNELS
     ),
     # What vLLM is told about a head.
     Mutant(

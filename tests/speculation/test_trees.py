@@ -93,6 +93,18 @@ def test_a_beam_of_one_is_a_chain(seed: int, depth: int) -> None:
     assert tree.parents.tolist() == [list(range(depth))] * 2
 
 
+def test_the_best_paths_go_on() -> None:
+    token_ids = torch.tensor([[[1, 2, 3]] * 4])
+    log_probs = torch.tensor([[[0.9, 0.06, 0.04]] * 4]).log()
+    assert paths(grow_tree(token_ids, log_probs, 4), 0) == [(1,), (1, 1), (1,) * 3, (1,) * 4]
+
+
+def test_a_probability_that_is_rounded_above_one_puts_no_child_before_its_parent() -> None:
+    token_ids = torch.tensor([[[1, 2]] * 3])
+    log_probs = torch.tensor([[[1e-6, -20.0]] * 3])
+    assert paths(grow_tree(token_ids, log_probs, 3), 0) == [(1,), (1, 1), (1, 1, 1)]
+
+
 def test_what_cannot_follow_comes_last_and_a_nan_is_such_a_thing() -> None:
     token_ids = torch.tensor([[[4, 7], [5, 9]]])
     log_probs = torch.tensor([[[-0.5, -torch.inf], [-0.5, torch.nan]]])
