@@ -134,6 +134,7 @@ BAD = {
     "--spec-method ngram --spec-model h": "method ngram takes no head",
     "--spec-tokens 5": "but no drafter",
     "--spec-method none --spec-tokens 5": "but no drafter",
+    "--spec-nodes 5": "but no drafter",
     "--spec-method turbo": "Invalid value for '--spec-method'",
     "--speculative-config {} --spec-tokens 5": "both given",
     '--speculative-config {"metod":"ngram"}': "unknown key 'metod'",

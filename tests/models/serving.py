@@ -117,7 +117,7 @@ class Server:
             items.append(Decode(len(self.texts), 0, 0, 0))  # the padding slot
             num_drafts.append(0)
         sampler = GreedySampler(num_drafts, padded=self.padded)
-        depth = self.layout.depth(torch.tensor(num_drafts), self.max_k)
+        depth = self.layout.max_drafts(torch.tensor(num_drafts), self.max_k)
         prompt = self._prompt(chunks) if chunks or self.padded else None
         if not depth and prompt is None:
             return []

@@ -39,7 +39,7 @@ class RowLayout(Protocol):
         """Rows of drafts first .. first + count - 1, of slots with so many drafts."""
         ...
 
-    def depth(self, num_drafts: Tensor, most: int) -> int:
+    def max_drafts(self, num_drafts: Tensor, most: int) -> int:
         """Draft tokens per slot that tensors have room for."""
         ...
 
@@ -79,7 +79,7 @@ class ExactLayout:
     def pack_depths(self, num_drafts: Tensor, first: int, count: int) -> Packing:
         return self.pack((num_drafts - first).clamp(0, count), count)
 
-    def depth(self, num_drafts: Tensor, most: int) -> int:
+    def max_drafts(self, num_drafts: Tensor, most: int) -> int:
         return min(int(num_drafts.max()), most) if len(num_drafts) else 0
 
 
@@ -137,5 +137,5 @@ class PaddedLayout:
     def pack_depths(self, num_drafts: Tensor, first: int, count: int) -> Packing:
         return self.pack(num_drafts, count)
 
-    def depth(self, num_drafts: Tensor, most: int) -> int:
+    def max_drafts(self, num_drafts: Tensor, most: int) -> int:
         return most

@@ -28,7 +28,7 @@ from peagle.models.drafter import SequenceDraft
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 ROWS_PER_ITEM = 16
 ITEM_COUNTS = (0, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-WARM_CONTEXTS = (128, 256, 512, 1024)  # of the longest request, for steps captured ahead
+WARM_CONTEXTS = (64, 128, 256, 512, 1024)  # of the longest request, for steps captured ahead
 
 
 def padded(count: int, sizes: tuple[int, ...]) -> int:

@@ -138,7 +138,7 @@ class Step:
         """One pass of the target over all rows; drafts that it agrees with are committed."""
         models, fields, shape = self.models, self.fields, self.shape
         counts = models.ops.begin_step(models.state, fields.slots, fields.caps, shape.max_drafts)
-        num_drafts = models.layout.depth(counts.num_drafts, shape.max_drafts)
+        num_drafts = models.layout.max_drafts(counts.num_drafts, shape.max_drafts)
         counts = counts.narrowed(num_drafts, is_tree=shape.num_nodes is not None)
         hidden, aux_hidden_states = self._run_target(counts)
         packing = models.layout.pack(counts.num_rows, num_drafts + 1)
@@ -194,7 +194,7 @@ class Step:
         if drafting is None or self.shape.depth == 0:
             return
         committed = verified.committed
-        depth = models.layout.depth(committed.num_drafts, self.shape.depth)
+        depth = models.layout.max_drafts(committed.num_drafts, self.shape.depth)
         prompt = self._prompt_rows(verified)
         if not depth and prompt is None:
             return

@@ -53,7 +53,7 @@ def _sample_group(group: Sequence[Sample]) -> str:
 def _setting(sample: Sample) -> Setting:
     """`Sample.method` is a label, `p-eagle (my-head)`."""
     method, _, head = sample.method.partition(" (")
-    return Setting(method, sample.num_speculative_tokens, head or None)
+    return Setting(method, sample.num_speculative_tokens, head.removesuffix(")") or None)
 
 
 def _short_label(sample: Sample, group: Sequence[Sample]) -> str:

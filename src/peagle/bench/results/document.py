@@ -261,7 +261,7 @@ class Results:
 
     @property
     def chains(self) -> list[Cell]:
-        """The cells whose drafts are no trees: K alone says what a step of theirs costs."""
+        """The cells whose drafts are not trees: K alone says what a step of theirs costs."""
         return [cell for cell in self.cells if cell.num_draft_nodes is None]
 
     def to_json(self) -> dict[str, Any]:

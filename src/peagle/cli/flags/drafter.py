@@ -43,8 +43,9 @@ class DrafterFlags:
         }
         if self.speculative_config is not None:
             return self._from_json(any(value is not None for value in given.values()))
-        self._refuse_without_drafter("--spec-tokens", self.spec_tokens)
-        self._refuse_without_drafter("--spec-nodes", self.spec_nodes)
+        any_drafter = "--spec-model HEAD or --spec-method ngram"
+        self._refuse_without_drafter("--spec-tokens", self.spec_tokens, any_drafter)
+        self._refuse_without_drafter("--spec-nodes", self.spec_nodes, "--spec-model P-EAGLE-HEAD")
         if self.spec_model is None and self.spec_method in (None, "none"):
             return None
         return SpeculativeConfig.from_mapping(given)
@@ -57,9 +58,9 @@ class DrafterFlags:
         options = parse_json_object("--speculative-config", self.speculative_config or "")
         return SpeculativeConfig.from_mapping(options)
 
-    def _refuse_without_drafter(self, flag: str, value: int | None) -> None:
+    def _refuse_without_drafter(self, flag: str, value: int | None, wanted: str) -> None:
         if value is not None and self.spec_model is None and self.spec_method in (None, "none"):
             raise ConfigError(
                 f"{flag} {value} was given, but no drafter",
-                hint=f"add --spec-model HEAD or --spec-method ngram, or drop {flag}",
+                hint=f"add {wanted}, or drop {flag}",
             )

@@ -326,12 +326,13 @@ static void attend_all(void *shared) {
     int64_t before = 0, s = 0, row = 0; /* tasks and rows of the spans before s */
     for (;;) {
         int64_t number = atomic_fetch_add(&job->next, 1);
-        while (s < step->num_spans && number - before >= tasks_of(step->spans + SPAN_COLUMNS * s, kv_heads)) {
-            before += tasks_of(step->spans + SPAN_COLUMNS * s, kv_heads);
-            row += step->spans[SPAN_COLUMNS * s++ + SPAN_ROWS];
+        const int64_t *span = step->spans + SPAN_COLUMNS * s;
+        for (; s < step->num_spans && number - before >= tasks_of(span, kv_heads); s++) {
+            before += tasks_of(span, kv_heads);
+            row += span[SPAN_ROWS];
+            span += SPAN_COLUMNS;
         }
         if (s == step->num_spans) return;
-        const int64_t *span = step->spans + SPAN_COLUMNS * s;
         int64_t begin = (number - before) / kv_heads * ROWS_PER_TASK;
         int64_t kv_head = (number - before) % kv_heads, end = begin + ROWS_PER_TASK;
         attention_task task = {
@@ -361,7 +362,8 @@ void paged_attention(float *out, const float *q, int64_t q_stride, const float *
     const int64_t size = step->kv_heads * step->dim;
     int64_t seen = 0;
     for (int64_t s = 0, row = 0; s < step->num_spans; s++) {
-        const int64_t *span = step->spans + SPAN_COLUMNS * s, *blocks = step->blocks + span[SPAN_BLOCKS];
+        const int64_t *span = step->spans + SPAN_COLUMNS * s;
+        const int64_t *blocks = step->blocks + span[SPAN_BLOCKS];
         seen += span[SPAN_ROWS] * (span[SPAN_START] + span[SPAN_ROWS]);
         for (int64_t i = 0; i < span[SPAN_ROWS]; i++, row++) {
             int64_t slot = slot_of(blocks, step->block_size, span[SPAN_START] + i);

@@ -66,8 +66,8 @@ def begin_step(state: DeviceBatch, slots: Tensor, caps: Tensor, depth: int) -> S
     drafts = torch.empty(batch, depth, dtype=torch.int64, device=slots.device)
     tree = None
     if state.trees is not None:
-        rows = [torch.empty(batch, depth + 1, dtype=torch.int64, device=slots.device) for _ in "da"]
-        tree = TreeRows(torch.empty_like(drafts), *rows)
+        rows = torch.empty(2, batch, depth + 1, dtype=torch.int64, device=slots.device)
+        tree = TreeRows(torch.empty_like(drafts), *rows.unbind(0))
     _begin[(batch,)](
         slots, caps, state.last_tokens, state.num_computed, state.limits, state.num_prompt,
         state.num_drafts, state.capacity, state.drafts, *(state.trees or (None,) * 3), out, drafts,
