@@ -21,6 +21,7 @@ def exportable(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_head(folder, Path(model), aux_hidden_state_layer_ids=AUX_LAYERS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_exported_head_is_evaluated_like_the_original(
     layout: str, command: Shell, exportable: str, data: str, tmp_path: Path

@@ -53,6 +53,7 @@ def watch(engine: Engine) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_any_number_of_rows")
 @pytest.mark.parametrize("name", HEADS)
 def test_every_choice_of_a_greedy_run_is_plain_decodings(name: str) -> None:

@@ -18,6 +18,7 @@ from tests.tiny.models import SHALLOW, head_drafter
 PAUSE = 0.2
 
 
+@pytest.mark.slow
 @both_forms
 def test_time_between_two_runs_is_nobodys(static: bool) -> None:
     """A request that stops early leaves a step in flight, which the next run must not read."""

@@ -171,6 +171,7 @@ def fails_after(num_outputs: int) -> tuple[TargetModel, list[int]]:
     return model, output
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("method", ["none", "p-eagle", "eagle3"])
 @pytest.mark.parametrize("num_outputs", [1, 4, 6])

@@ -95,6 +95,7 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize(
     ("name", "k"),

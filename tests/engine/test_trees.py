@@ -111,6 +111,7 @@ def test_any_trees_under_preemption_leave_the_answers_alone(
         naive.check(target(), engines.run(engine, jobs), jobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("windows", [(4, None), (6, 6), (2, 3)])
 def test_sliding_windows_see_the_path_and_not_its_siblings(
     windows: tuple[int | None, ...],

@@ -119,6 +119,7 @@ def test_p_eagle_equals_the_naive_drafter(name: str, target: TargetModel, tmp_pa
         assert drafted == second.target_ids[wanted.argmax(-1)].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EAGLE3_HEADS)
 def test_eagle3_equals_the_naive_drafter(name: str, target: TargetModel, tmp_path: Path) -> None:
     network = UNEVEN.make_head(target, "eagle3", **EAGLE3_HEADS[name])

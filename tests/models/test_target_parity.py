@@ -175,6 +175,7 @@ def test_shards_load_like_one_file(name: str, tmp_path: Path) -> None:
         check(target, hidden, aux_hidden_states, expected(reference, tokens))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_bfloat16_is_as_near_to_the_truth_as_transformers_is(family: Family) -> None:
     tokens, positions = UNEVEN.tokens(20), torch.arange(20)

@@ -221,6 +221,7 @@ def test_partial_results_are_marked(html: str) -> None:
         assert "150.0 (partial)" in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "results",
     [
@@ -310,6 +311,7 @@ def test_a_phone_gets_the_narrow_pictures(browser: Browser, hostile_page: Path) 
     assert ratios[390] > 1 > ratios[1280]
 
 
+@pytest.mark.slow
 def test_the_browser_test_can_fail(browser: Browser, tmp_path: Path) -> None:
     bad = tmp_path / "bad.html"
     bad.write_text(

@@ -56,6 +56,7 @@ def test_commit_equals_its_reference(case: Case) -> None:
     batch_cases.check_states(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_draft_tokens", [0, 9, 1000])
 def test_commit_allows_as_many_drafts_as_the_limit_rule(max_draft_tokens: int) -> None:
     size = 64

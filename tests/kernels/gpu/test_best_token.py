@@ -93,6 +93,7 @@ def test_rows_that_admit_no_token_are_reported(with_ids: bool, vocab_size: int) 
     assert_equal(actual, reference.best_tokens(hidden, weight, ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("column", [0, 15, 16, 35])
 def test_one_broken_logit_is_seen_wherever_it_stands(value: float, column: int) -> None:

@@ -91,6 +91,7 @@ def test_a_product_is_rounded_before_its_bias_and_after_it(name: str, device: to
     assert (ours == theirs).float().mean() > 0.99
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_a_row_has_the_same_bits_alone_and_beside_others(name: str, device: torch.device) -> None:
     case = Case(16, 48, 112, device)

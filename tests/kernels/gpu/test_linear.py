@@ -53,6 +53,7 @@ def assert_agree(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours, theirs, rtol=step, atol=step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("rows", [1, 3, 16, 17, 33])
 @pytest.mark.parametrize(("outputs", "inputs"), [(24, 40), (50, 136), (16, 256)])
@@ -66,6 +67,7 @@ def test_every_size_agrees_with_the_reference(
     assert_agree(ours, reference.fused_linear(*args, **options), dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("out_dtype", [None, torch.float32])
 @pytest.mark.parametrize("number", range(16))
 def test_every_combination_of_extras_agrees_with_the_reference(
@@ -134,6 +136,7 @@ def test_bias_gate_and_residual_are_rounded_once(device: torch.device) -> None:
         assert share_of_equal_bits(ours, theirs) > 0.99
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_row_has_the_same_bits_alone_and_beside_others(

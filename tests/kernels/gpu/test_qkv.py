@@ -129,6 +129,7 @@ def test_kernel_agrees_with_its_reference(
     assert_agrees_with_the_reference(make_case(num_rows, dtype=dtype, norm=norm, bias=bias))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "heads", [SHARED, Heads(9, 3, 16), Heads(1, 1, 64), Heads(2, 1, 48)], ids=str
 )

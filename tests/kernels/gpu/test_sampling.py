@@ -150,6 +150,7 @@ def test_nothing_is_sampled_from_a_row_with_a_nan_wherever_it_stands(random: boo
     assert_same_tokens(logits, metadata, filters=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_ids", [False, True])
 def test_rows_that_admit_no_token_are_reported(with_ids: bool) -> None:
     logits = torch.zeros(6, 40, device=DEVICE)
