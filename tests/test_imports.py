@@ -28,7 +28,7 @@ LAYERS = (
     {"backends"},
     {"prepare"},
     {"evaluate"},
-    {"server", "bench", "train", "deploy"},
+    {"bench", "train"},
     {"doctor"},
     {"cli", "__main__"},
 )
