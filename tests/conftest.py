@@ -8,6 +8,8 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+import peagle  # before torch: it says how long waiting threads spin
+
 # A CI machine's speed must not decide whether a property holds; a failure must come back.
 settings.register_profile(
     "peagle",
@@ -16,6 +18,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("peagle")
+
+
+def pytest_report_header() -> str:
+    return f"peagle {peagle.__version__}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

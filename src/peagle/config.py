@@ -189,11 +189,12 @@ def _misfit(errors: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> 
     if errors[0]["type"] == "missing" and path == errors[0]["loc"]:
         return ConfigError(f"{name!r} is not set")
     same = [error for error in errors if error["loc"][: len(path)] == path]
-    wanted = " or ".join(dict.fromkeys(_wanted(error) for error in same))
+    wanted = " or ".join(dict.fromkeys(expected_value(error) for error in same))
     return ConfigError(f"{name}={value!r} does not fit", hint=f"use {wanted}")
 
 
-def _wanted(error: Mapping[str, Any]) -> str:
+def expected_value(error: Mapping[str, Any]) -> str:
+    """What would have fitted, of one of pydantic's errors."""
     if error["type"] == "dataclass_type":
         return "a mapping of keys to values"
     if str(error["type"]).startswith("bool"):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from peagle.bench.results.intervals import Interval, t_interval
+from peagle.config import expected_value
 from peagle.errors import DataError
 from peagle.files import write_json
 
@@ -353,5 +354,4 @@ def _misfit(error: Mapping[str, Any], cls: Any, where: str) -> DataError:
         nearest = difflib.get_close_matches(str(last), known, n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else "drop it, or update peagle"
         return DataError(f"{place} is an unknown key", hint=hint)
-    wanted = str(error["msg"]).removeprefix("Input should be ").partition(", ")[0]
-    return DataError(f"{place} is {reprlib.repr(error['input'])}, not {wanted}")
+    return DataError(f"{place} is {reprlib.repr(error['input'])}, not {expected_value(error)}")
