@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,18 @@ def test_nothing_to_gain_means_no_flags(shell: Shell, tmp_path: Path) -> None:
     assert "partial" in shell.out
     assert "2 of 240 answers differ" in shell.out
     assert "vLLM:" not in shell.out
+
+
+def test_a_tree_is_advised_for_peagle_and_vllm_is_said_to_draft_none(
+    shell: Shell, tmp_path: Path
+) -> None:
+    tree = replace(make_cell("p-eagle", 5, (300.0, 301.0, 299.0)), num_draft_nodes=15)
+    save_results(make_results([make_cell(), tree]), tmp_path)
+    assert shell("tune", str(tmp_path)) == 0
+    assert "overall: p-eagle N=15 K=5" in shell.out
+    assert '"num_draft_nodes": 15' in shell.out
+    assert "vLLM:   drafts no trees" in shell.out
+    assert "null" not in shell.out
 
 
 def test_a_users_error_is_one_line(shell: Shell, tmp_path: Path, grid: str) -> None:

@@ -172,8 +172,11 @@ def _config_lines(advice: Advice) -> list[str]:
     lines = [
         f"overall: {advice.best.name}, {advice.why}",
         f"peagle: --speculative-config '{json.dumps(peagle_config(setting))}'",
-        f"vLLM:   --speculative-config '{json.dumps(vllm_config(setting))}'",
     ]
+    on_vllm = vllm_config(setting)
+    if on_vllm is None:
+        return [*lines, "vLLM:   drafts no trees; measure without --spec-nodes for it"]
+    lines.append(f"vLLM:   --speculative-config '{json.dumps(on_vllm)}'")
     return [*lines, f"note: {NATIVE_NOTE}"] if setting.head else lines
 
 
