@@ -20,8 +20,9 @@ from peagle.data.packing import PackedRow, assign, pack
 from peagle.evaluate.replay import Limits, replay, run_lengths
 from peagle.speculation.looping import is_looping
 from peagle.speculation.statistics import SpecDecodeStats
+from peagle.speculation.trees import BEAM
 from peagle.teacher_forcing.draft_model import DraftModel
-from peagle.teacher_forcing.features import FeatureSource
+from peagle.teacher_forcing.features import Features, FeatureSource
 from peagle.teacher_forcing.partition import (
     UNPADDED,
     Segment,
@@ -87,6 +88,7 @@ class Drafted(NamedTuple):
     states: Tensor  # [n, H]: the target's
     slots: Tensor  # [C]: the state that each token was chosen from
     labels: Tensor  # [C]: those tokens
+    corrected: Tensor | None  # [C, H]: `normed` behind the tokens that the target wrote
 
 
 # -> [J, C]: the probability that each draft is accepted, by each of J verifications.
@@ -154,9 +156,7 @@ class Evaluator:
             here = segment.to(features.aux_hidden_states.device)
             here = here._replace(positions=here.positions.clamp(max=last))
             with self.autocast():
-                normed, table = model(here, features)
-                ids, states = model.network.target_ids, features.states
-                drafted = Drafted(normed, table, ids, states, here.slots, here.labels)
+                drafted = self._drafted(model, here, features)
                 found = self._in_chunks(rule, drafted)
             if len(chances) < len(found):
                 chances = chances.repeat(len(found), 1, 1)
@@ -164,6 +164,21 @@ class Evaluator:
             anchor = segment.elements.anchor[segment.rows].long()[real]
             chances[:, anchor, segment.loss_depth.long()[real]] = found.cpu()[:, real]
         return chances
+
+    def _drafted(self, model: DraftModel, segment: Segment, features: Features) -> Drafted:
+        normed, network = model.states(segment, features), model.network
+        corrected = None
+        if network.correction is not None:
+            corrected = model.corrected(normed, segment, features)
+        return Drafted(
+            normed,
+            network.output_weight(),
+            network.target_ids,
+            features.states,
+            segment.slots,
+            segment.labels,
+            corrected,
+        )
 
     def _in_chunks(self, rule: AcceptanceRule, drafted: Drafted) -> Tensor:
         """Applies the rule in chunks: logits of all elements at once would be the pass's largest
@@ -175,6 +190,7 @@ class Evaluator:
                 normed=drafted.normed[part],
                 slots=drafted.slots[part],
                 labels=drafted.labels[part],
+                corrected=None if drafted.corrected is None else drafted.corrected[part],
             )
             parts.append(rule(here).double())
         return torch.cat(parts, dim=1) if parts else torch.zeros(1, 0, dtype=torch.double)
@@ -202,8 +218,17 @@ class Evaluator:
 
 
 def greedy_acceptance(drafted: Drafted) -> Tensor:
-    """[1, C]: is the drafter's best token the one that the target wrote?"""
-    best = F.linear(drafted.normed, drafted.table).argmax(-1)
+    """[1, C]: is the drafter's best token the one that the target wrote?
+
+    A correction chooses among the candidates that the engine shows it.
+    """
+    logits = F.linear(drafted.normed, drafted.table)
+    if drafted.corrected is None:
+        best = logits.argmax(-1)
+    else:
+        candidates = logits.topk(BEAM).indices
+        scores = F.linear(drafted.corrected, drafted.table).gather(1, candidates)
+        best = candidates.gather(1, scores.argmax(1, keepdim=True))[:, 0]
     return (drafted.target_ids[best] == drafted.labels)[None]
 
 

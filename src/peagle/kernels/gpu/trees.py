@@ -187,6 +187,7 @@ def store_tree(
 ) -> None:
     """As kernels/reference/trees.py."""
     assert state.trees is not None
+    assert log_probs.stride(3) == 1
     batch, depth, beam = token_ids.shape
     pool = num_candidates(depth, beam)
     scores = log_probs.new_empty(batch, pool)
@@ -195,7 +196,8 @@ def store_tree(
     store_tree_kernel[(batch,)](
         slots,
         token_ids.contiguous(),
-        log_probs.contiguous(),
+        log_probs,
+        *log_probs.stride()[:3],
         num_depths,
         scores,
         parents,
@@ -217,9 +219,11 @@ def store_tree(
 
 
 @triton.jit
-def _level(log_probs, depth, num_depths, BEAM: tl.constexpr):
-    """The log-probabilities of one depth; -inf beyond those that the slot drafts."""
-    x = tl.load(log_probs + depth * BEAM + tl.arange(0, BEAM))
+def _level(log_probs, depth_stride, before_stride, depth, before, num_depths, BEAM: tl.constexpr):
+    """The log-probabilities of one depth behind these candidates of the depth before; -inf beyond
+    the depths that the slot drafts.  # before [n] -> [n, BEAM]"""
+    rows = log_probs + depth * depth_stride + before * before_stride
+    x = tl.load(rows[:, None] + tl.arange(0, BEAM)[None, :])
     x = tl.where((x == x) & (depth < num_depths), x, float("-inf"))
     return tl.minimum(x, 0.0)
 
@@ -235,6 +239,9 @@ def store_tree_kernel(
     slots,
     token_ids,
     log_probs,
+    batch_stride,
+    depth_stride,
+    before_stride,
     num_depths,
     pool_scores,
     pool_parents,
@@ -265,21 +272,25 @@ def store_tree_kernel(
     slot = tl.load(slots + b)
     drafted = tl.load(num_depths + b)
     token_ids += b * depth * BEAM
-    log_probs += b * depth * BEAM
+    log_probs += b * batch_stride
     pool_scores += b * pool
     pool_parents += b * pool
     pool_rows += b * pool
 
     # 1. The beam: every continuation goes into the pool, the best go on.
     beam = tl.arange(0, BEAM)
-    beam_scores = _level(log_probs, 0, drafted, BEAM)
+    # Depth 1 is the same behind all: the diagonal of a square that repeats itself.
+    first_level = _level(log_probs, depth_stride, before_stride, 0, beam, drafted, BEAM)
+    beam_scores = tl.sum(tl.where(beam[:, None] == beam[None, :], first_level, 0.0), 0)
     beam_places = beam
+    last = beam  # the candidate at the end of each path
     tl.store(pool_scores + beam, beam_scores)
     tl.store(pool_parents + beam, tl.full((BEAM,), -1, tl.int32))
     square = tl.arange(0, BEAM * BEAM)
     for d in range(1, depth):
         first = BEAM + (d - 1) * BEAM * BEAM
-        sums = beam_scores[:, None] + _level(log_probs, d, drafted, BEAM)[None, :]
+        behind = _level(log_probs, depth_stride, before_stride, d, last, drafted, BEAM)
+        sums = beam_scores[:, None] + behind
         sums = tl.reshape(sums, (BEAM * BEAM,))
         from_places = tl.broadcast_to(beam_places[:, None], (BEAM, BEAM))
         tl.store(pool_scores + first + square, sums)
@@ -288,7 +299,8 @@ def store_tree_kernel(
         rank = tl.sum(before.to(tl.int32), 1)
         goes_on = rank[None, :] == beam[:, None]  # [BEAM, BEAM * BEAM]
         beam_scores = tl.sum(tl.where(goes_on, sums[None, :], 0.0), 1)
-        beam_places = first + tl.sum(tl.where(goes_on, square[None, :], 0), 1)
+        best_squares = tl.sum(tl.where(goes_on, square[None, :], 0), 1)
+        beam_places, last = first + best_squares, best_squares % BEAM
     tl.debug_barrier()
 
     # 2. The nodes are the best of the pool; a candidate's rank is its row.
@@ -329,6 +341,43 @@ def store_tree_kernel(
         bits = own | tl.where(row > 0, theirs, 0)
         tl.debug_barrier()
     tl.store(ancestors + slot * (width + 1) + row, bits, mask=is_row)
+
+
+def best_chain(token_ids: Tensor, log_probs: Tensor) -> Tensor:
+    """As speculation/trees.py."""
+    assert log_probs.stride(3) == 1
+    batch, depth, beam = token_ids.shape
+    chain = torch.empty(batch, depth, dtype=torch.int64, device=token_ids.device)
+    best_chain_kernel[(batch,)](
+        token_ids.contiguous(),
+        log_probs,
+        *log_probs.stride()[:3],
+        chain,
+        depth,
+        BEAM=beam,
+        num_warps=1,
+        **overlapping(),
+    )
+    return chain
+
+
+@triton.jit
+def best_chain_kernel(
+    token_ids, log_probs, batch_stride, depth_stride, before_stride, chain, depth,
+    BEAM: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (B,)."""
+    if OVERLAPS:
+        wait()
+    b = tl.program_id(0).to(tl.int64)
+    candidate = tl.arange(0, BEAM)
+    last = tl.full((), 0, tl.int32)
+    for d in range(depth):
+        row = log_probs + b * batch_stride + d * depth_stride + last * before_stride
+        x = tl.load(row + candidate)
+        _, last = best(tl.where(x == x, tl.minimum(x, 0.0), float("-inf")), candidate)
+        last = tl.minimum(last, BEAM - 1)
+        tl.store(chain + b * depth + d, tl.load(token_ids + (b * depth + d) * BEAM + last))
 
 
 def walk_tree(counts: StepCounts, sampled: Tensor, usable: Tensor, depth: int) -> TreePath:
