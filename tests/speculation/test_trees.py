@@ -122,7 +122,12 @@ def test_the_chain_takes_the_best_candidate_behind_the_one_before(
 def test_the_best_paths_go_on() -> None:
     token_ids = torch.tensor([[[1, 2, 3]] * 4])
     log_probs = torch.tensor([[[0.9, 0.06, 0.04]] * 4]).log()
-    assert paths(grow_tree(token_ids, independent(log_probs), 4), 0) == [(1,), (1, 1), (1,) * 3, (1,) * 4]
+    assert paths(grow_tree(token_ids, independent(log_probs), 4), 0) == [
+        (1,),
+        (1, 1),
+        (1,) * 3,
+        (1,) * 4,
+    ]
 
 
 def test_a_probability_that_is_rounded_above_one_puts_no_child_before_its_parent() -> None:

@@ -19,7 +19,6 @@ from peagle.train.setup import Setup, assemble
 from tests.tiny import training
 from tests.tiny.models import DEEP, ROPE
 
-
 LEARNS = {"optimizer": {"learning_rate": 2e-2}, "loss": {"kind": "ce"}}
 
 
@@ -55,7 +54,8 @@ def test_the_correction_learns_and_the_head_stays_as_it_is(data: Path) -> None:
     assert evaluator is not None
     target = DEEP.make_target()
     without, with_it = (
-        evaluator(DraftModel(loaded(data / name / "head", target))) for name in ("head", "correction")
+        evaluator(DraftModel(loaded(data / name / "head", target)))
+        for name in ("head", "correction")
     )
     assert with_it.acceptance_length(1) == without.acceptance_length(1)
     assert with_it.acceptance_length(4) > without.acceptance_length(4) + 0.03

@@ -66,7 +66,8 @@ def iter_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The metadata and all tensors of one safetensors file."""
     with _open_weights(path) as weights:
-        return weights.metadata() or {}, {name: weights.get_tensor(name) for name in weights.keys()}
+        names = list(weights.keys())
+        return weights.metadata() or {}, {name: weights.get_tensor(name) for name in names}
 
 
 def _shards(folder: Path) -> dict[Path, list[str] | None]:

@@ -45,7 +45,7 @@ def export(
     render.note(f"{out}: {config.method} head for {target} in the {to} layout{mask}")
     if named.correction_size is not None:
         render.note(
-            f"without its correction, which the {to} layout does not have: the tokens are the same, "
+            f"the correction stays behind, for the {to} layout has none: the tokens are the same, "
             "fewer drafts are accepted"
         )
     if as_json:

@@ -30,6 +30,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "p-eagle": {"num_hidden_layers": 2, "draft_vocab_size": 15},
     "eagle3": {"method": "eagle3"},
 }
+CORRECTED = HEADS["p-eagle"] | {"correction_size": 24}
 
 
 def models(device: str, head: dict[str, Any], **changes: Any) -> tuple[TargetModel, Drafter]:
@@ -55,9 +56,11 @@ def captured_engine(
     return Engine(target, engine_config(**options), speculation=speculation)
 
 
-def exact_engine(name: str, verification: Verification, nodes: int | None = None) -> Engine:
+def exact_engine(
+    head: dict[str, Any], verification: Verification, nodes: int | None = None
+) -> Engine:
     """The oracle: exact shapes, on the CPU."""
-    return engines.make_engine(*models("cpu", HEADS[name]), K, verification, nodes=nodes, **OPTIONS)
+    return engines.make_engine(*models("cpu", head), K, verification, nodes=nodes, **OPTIONS)
 
 
 def captured_shapes(engine: Engine) -> set[StepShape]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from tests.tiny.jobs import Job, prompts
 from ..test_sampled_distribution import LENGTH, SMALL_VOCAB, check_distribution
 from .captured import (
     BATCH,
+    CORRECTED,
     HEADS,
     ITEMS,
     K,
@@ -60,7 +62,10 @@ def jobs_of(params: list[SamplingParams], count: int = 12) -> list[Job]:
 
 def check_captured(engine: Engine, name: str, jobs: list[Job]) -> int:
     """Same tokens, endings and counters as on the CPU; -> how many drafts were accepted."""
-    requests, exact = engines.run(engine, jobs), engines.run(exact_engine(name, "rejection"), jobs)
+    requests, exact = (
+        engines.run(engine, jobs),
+        engines.run(exact_engine(HEADS[name], "rejection"), jobs),
+    )
     assert engines.answers_of(requests) == engines.answers_of(exact)
     assert engines.endings(requests) == engines.endings(exact)
     assert engines.counters(requests) == engines.counters(exact)
@@ -101,7 +106,7 @@ def test_a_captured_step_of_prompts_and_decode_rows_gives_plain_decodings_answer
     assert sum(slots > 0 and chunks > 0 for slots, chunks in launched) > 3
     expected = [naive.answer(target, job, max_model_len=engine.max_model_len) for job in jobs]
     assert engines.answers_of(requests) == expected
-    exact = engines.run(exact_engine(name, "rejection"), jobs)
+    exact = engines.run(exact_engine(HEADS[name], "rejection"), jobs)
     assert engines.counters(requests) == engines.counters(exact)
 
 
@@ -118,7 +123,10 @@ def test_eager_steps_for_the_host_run_beside_captured_ones(
         dataclasses.replace(GREEDY, min_tokens=6, stop_token_ids=(3, 4, 5, 6, 7, 8)),
     ]
     jobs, draft_time = jobs_of(needs), engine.stats.draft_time
-    requests, exact = engines.run(engine, jobs), engines.run(exact_engine(name, "rejection"), jobs)
+    requests, exact = (
+        engines.run(engine, jobs),
+        engines.run(exact_engine(HEADS[name], "rejection"), jobs),
+    )
     expected = [naive.answer(target, job, max_model_len=engine.max_model_len) for job in jobs]
     assert engines.answers_of(requests) == expected
     assert engines.counters(requests) == engines.counters(exact)
@@ -168,16 +176,24 @@ def test_rejection_has_the_targets_distribution() -> None:
 @pytest.mark.parametrize(
     "params", [[GREEDY], SAMPLED, FILTERED], ids=["greedy", "sampled", "filtered"]
 )
-def test_captured_trees_give_the_answers_of_those_on_a_cpu(
-    params: list[SamplingParams],
+@pytest.mark.parametrize(
+    ("head", "nodes"),
+    [(HEADS["p-eagle"], NODES), (CORRECTED, NODES), (CORRECTED, None)],
+    ids=["trees", "corrected trees", "corrected chains"],
+)
+def test_captured_lattices_give_the_answers_of_those_on_a_cpu(
+    head: dict[str, Any], nodes: int | None, params: list[SamplingParams]
 ) -> None:
     jobs = jobs_of(params)
-    engine = captured_engine(*models("cuda", HEADS["p-eagle"]), "coupled", NODES)
+    engine = captured_engine(*models("cuda", head), "coupled", nodes)
     requests = engines.run(engine, jobs)
-    exact = engines.run(exact_engine("p-eagle", "coupled", NODES), jobs)
+    exact = engines.run(exact_engine(head, "coupled", nodes), jobs)
     assert engines.answers_of(requests) == engines.answers_of(exact)
-    assert sum(request.stats.num_accepted_tokens for request in requests) > 0
-    assert {shape.num_nodes for shape in captured_shapes(engine)} == {NODES}
+    accepted, expected = (
+        sum(request.stats.num_accepted_tokens for request in done) for done in (requests, exact)
+    )
+    assert accepted == expected > 0
+    assert {shape.num_nodes for shape in captured_shapes(engine)} == {nodes}
 
 
 def test_after_a_warm_up_greedy_requests_capture_nothing() -> None:

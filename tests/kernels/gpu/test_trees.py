@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from peagle.kernels.device_batch import DeviceBatch, StepCounts, TreeRows, make_device_batch
 from peagle.kernels.reference import trees as reference

@@ -70,7 +70,7 @@ def _with_correction(tensors: dict[str, Tensor], folder: Path) -> dict[str, Tens
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     """Tells heads apart, whichever precision they are stored in."""
     weight = tensors["fc.weight"].to(torch.bfloat16).contiguous()
-    return hashlib.sha256(weight.view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(weight.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def target_ids(config: HeadConfig, d2t: Tensor | None, folder: Path) -> Tensor:
