@@ -3,8 +3,8 @@
 Ours is config.json and model.safetensors. Tensors have the names of vLLM's raw layout (`fc.weight`,
 `layers.0.self_attn.q_proj.weight`, ...) plus `mask_embedding`. A compact head holds neither
 `embed_tokens` nor `lm_head`: the target's serve. A reduced vocabulary is `d2t`: target id =
-draft id + d2t[draft id]. A correction's tensors are in correction.safetensors, so that the head beside
-it stays what it was. `heads/layouts.py` names the other layouts.
+draft id + d2t[draft id]. A correction is in correction.safetensors, so that the head beside it
+stays what it was. `heads/layouts.py` names the other layouts.
 """
 
 from __future__ import annotations
