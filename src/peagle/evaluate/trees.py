@@ -31,7 +31,7 @@ NOT_WRITTEN = -1  # the text ends before
 
 
 class DraftStates(NamedTuple):
-    """The drafter's states after its final norm at every anchor and depth, and their best tokens."""
+    """States after the final norm at every anchor and depth, and the best tokens of each."""
 
     normed: Tensor  # [n, K, H]
     candidates: Candidates  # [n, K, M]; -inf where nothing is drafted
