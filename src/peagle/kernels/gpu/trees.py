@@ -107,7 +107,7 @@ def chunk_tops_kernel(
     relative to it.
 
     tops, columns, masses  # [R, C]
-    peaks                  # [R, C] or None, with temperatures, seeds, positions: all rows are greedy
+    peaks                  # [R, C]; None, with temperatures, seeds, positions: all are greedy
     """
     if OVERLAPS:
         wait()
