@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.engine.grammar import Grammar
+from peagle.engine.grammar import Grammar, GrammarCompiler
 from peagle.engine.llm import LLM
 from peagle.engine.request import Request
 from peagle.errors import RequestError
@@ -341,6 +341,18 @@ def test_a_grammar_is_compiled_once_and_answers_do_not_share_it() -> None:
     first.accept(ids("x")[0])
     assert second.permitted(ids("xyz"), [0, 1, 2]) == [0, 1, 2]
     assert first.permitted(ids("xyz"), [0, 1, 2]) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "eos", "lacks"),
+    [(TOKENIZER, (), "end-of-sequence token"), (object(), EOS, "fast tokenizer")],
+)
+def test_a_model_that_cannot_have_grammars_says_why(
+    tokenizer: Any, eos: tuple[int, ...], lacks: str
+) -> None:
+    compiler = GrammarCompiler(tokenizer, len(TOKENIZER), frozenset(eos))
+    with pytest.raises(RequestError, match=lacks):
+        compiler.compile(SHAPES[0])
 
 
 def test_a_matcher_that_gives_up_fails_its_request_and_no_other() -> None:
