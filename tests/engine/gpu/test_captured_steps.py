@@ -18,11 +18,15 @@ from tests.tiny import engines, naive
 from tests.tiny.jobs import Job, prompts
 
 from ..test_sampled_distribution import LENGTH, SMALL_VOCAB, check_distribution
+from ..test_structured_outputs import EOS, SHAPES, TOKENIZER, greedy, sampled
+from ..test_structured_outputs import jobs_of as structured_jobs
 from .captured import (
     BATCH,
     CORRECTED,
+    CONTEXT,
     HEADS,
     ITEMS,
+    OPTIONS,
     K,
     captured_engine,
     captured_shapes,
@@ -191,6 +195,44 @@ def test_captured_lattices_give_the_answers_of_those_on_a_cpu(
     assert engines.answers_of(requests) == engines.answers_of(exact)
     assert sum(request.stats.num_accepted_tokens for request in requests) > 0
     assert {shape.num_nodes for shape in captured_shapes(engine)} == {nodes}
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes"), [("p-eagle", None), ("eagle3", None), ("p-eagle", NODES)]
+)
+def test_second_turns_by_the_prefix_cache_get_plain_decodings_answers(
+    name: str, nodes: int | None
+) -> None:
+    target, _ = models("cpu", HEADS[name])
+    first = [Job(p, GREEDY, joins=n) for n, p in enumerate(prompts(5, seed=2, longest=30))]
+    first += [Job(LONG_PROMPT[:60], GREEDY), Job(LONG_PROMPT[:50], GREEDY)]
+    answers = [naive.answer(target, job, max_model_len=CONTEXT) for job in first]
+    second = [Job([*j.prompt, *a, 1], GREEDY) for j, a in zip(first, answers, strict=True)]
+    engine = captured_engine(
+        *models("cuda", HEADS[name]), "coupled", nodes, enable_prefix_caching=True
+    )
+    assert engines.answers_of(engines.run(engine, first)) == answers
+    requests = engines.run(engine, second)
+    answers = [naive.answer(target, job, max_model_len=CONTEXT) for job in second]
+    assert engines.answers_of(requests) == answers
+    # The answers end by their limit: the drafter is not sure of its last K + 3 rows.
+    for request, job in zip(requests, first, strict=True):
+        assert request.num_cached_tokens >= (len(job.prompt) + 14 - K - 3) // 4 * 4
+    if nodes is None:  # what the drafter's cache holds is what it would have computed
+        exact = engines.run(exact_engine(HEADS[name], "coupled"), second)
+        assert engines.counters(requests) == engines.counters(exact)
+
+
+@pytest.mark.parametrize("nodes", [None, NODES])
+def test_structured_outputs_are_those_of_steps_on_a_cpu(nodes: int | None) -> None:
+    head, size = HEADS["p-eagle"], {"vocab_size": len(TOKENIZER)}
+    params = [f(shape) for shape in SHAPES for f in (greedy, sampled)]
+    jobs = structured_jobs([*params, greedy(None, 14), sampled(None, max_tokens=14)])
+    engine = captured_engine(*models("cuda", head, **size), "coupled", nodes, EOS)
+    exact = engines.make_engine(*models("cpu", head, **size), K, eos=EOS, nodes=nodes, **OPTIONS)
+    requests, expected = engines.run(engine, jobs), engines.run(exact, jobs)
+    assert engines.answers_of(requests) == engines.answers_of(expected)
+    assert engines.endings(requests) == engines.endings(expected)
 
 
 def test_after_a_warm_up_greedy_requests_capture_nothing() -> None:
