@@ -29,6 +29,9 @@ class PEagleDrafter:
     def propose(self, batch: DraftBatch) -> Tensor:
         return sample_drafts(self.network, batch, self._draft_rows(batch), 0, batch.depth)
 
+    def feed(self, batch: DraftBatch) -> None:
+        self._draft_rows(batch)
+
     def lattice(self, batch: DraftBatch) -> tuple[OutputRows, Packing]:
         return draft_output(self.network, batch, self._draft_rows(batch), 0, batch.depth)
 

@@ -23,6 +23,9 @@ class SpecDecodeStats:
     num_draft_tokens_per_pos: list[int] = field(default_factory=list)
     num_reached_tokens_per_pos: list[int] = field(default_factory=list)  # all before it accepted
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    # Where the engine chooses how many drafts a step verifies; of one request they stay zero.
+    num_offered_tokens: int = 0  # drafts that requests may have had
+    num_expected_tokens: float = 0.0  # drafts that were expected to be accepted
     num_output_tokens: int = 0
     draft_time: float = 0.0  # seconds, as are the next two
     verify_time: float = 0.0
