@@ -188,8 +188,7 @@ class Engine:
         needs_host = self.scheduler.batch.needs_host[schedule.slots] > 0
         drafts, own_drafts = schedule.drafts, None
         if drafts is not None:
-            self.stats.num_offered_tokens += drafts.offered
-            self.stats.num_expected_tokens += drafts.expected
+            self._count_choice(schedule.slots[: len(drafts.caps)], drafts)
             own_drafts = drafts.part(needs_host[: len(drafts.caps)])
             drafts = drafts.part(~needs_host[: len(drafts.caps)])
         if needs_host.any():
@@ -206,9 +205,8 @@ class Engine:
             )
         if schedule:
             step = self._run(schedule.slots, schedule.caps, schedule.chunks, drafts)
-            self._in_flight.append(
-                step._replace(is_alone=not (schedule.chunks or needs_host.any()))
-            )
+            is_alone = not (schedule.chunks or needs_host.any())
+            self._in_flight.append(step._replace(is_alone=is_alone))
 
     def _run(
         self,
@@ -282,6 +280,14 @@ class Engine:
         if self._host_drafter is not None:
             self._draft_on_host([s for s in step.slots if not s.closed])
         return news
+
+    def _count_choice(self, slots: Column, drafts: DraftChoice) -> None:
+        batch = self.scheduler.batch
+        most = batch.num_rows[slots] - 1
+        batch.offered[slots] += most
+        batch.expected[slots] += drafts.expected
+        self.stats.num_offered_tokens += int(most.sum())
+        self.stats.num_expected_tokens += float(drafts.expected.sum())
 
     def _learn(self, step: InFlight, rows: NDArray[np.int64], seconds: float) -> None:
         """What the drafts of a step were worth, and what it cost."""

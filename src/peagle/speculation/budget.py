@@ -171,22 +171,21 @@ class DraftChoice(NamedTuple):
     caps: Counts  # [B] drafts that each request verifies
     depth: int  # drafts behind each other that are made for the next step; 0: none
     num_drafts: int  # of a request, in shapes that must not depend on values
-    expected: float = 0.0  # drafts that will be accepted
-    offered: int = 0  # drafts that requests may have at most
+    expected: Numbers  # [B] drafts of each that will be accepted
     scores: Numbers | None = None  # [B, N] by which caps were chosen
 
     def part(self, which: NDArray[np.bool_]) -> DraftChoice:
         """For some of the requests, which run by themselves."""
         scores = None if self.scores is None else self.scores[which]
-        return self._replace(caps=self.caps[which], scores=scores)
+        return self._replace(caps=self.caps[which], expected=self.expected[which], scores=scores)
 
 
 class DraftBudget:
     """Chooses how many drafts each step verifies.
 
     Exact rows: every request has its own number, and where the drafts' log-probabilities are
-    known (`scores`), rows go to the most probable drafts of all requests. Padded rows (`pad`: to how
-    many requests a batch is padded): one of few numbers for all.
+    known (`scores`), rows go to the most probable drafts of all requests. Padded rows (`pad`: to
+    how many requests a batch is padded): one of few numbers for all.
     """
 
     OFF_SHARE = 0.85  # guess: of a step without drafts, what is left where none are made either
@@ -221,13 +220,11 @@ class DraftBudget:
             self._review(most if len(most) else self.numbers[-1:])  # prompts alone: one will come
         number = self._explored() if may_explore and len(most) else self.num_drafts
         if number == 0:
-            return DraftChoice(np.zeros_like(most), 0, 0, offered=int(most.sum()))
-        offered = int(most.sum())
+            return DraftChoice(np.zeros_like(most), 0, 0, np.zeros(len(most)))
         if self._scores is not None and len(most):
-            return self._by_scores(self._scores(slots), most)._replace(offered=offered)
+            return self._by_scores(self._scores(slots), most)
         caps = np.minimum(most, number)
-        expected = float(self._worth()[caps].sum())
-        return DraftChoice(caps, self.depth_for(number), number, expected, offered)
+        return DraftChoice(caps, self.depth_for(number), number, self._worth()[caps])
 
     def observe(
         self, choice: DraftChoice, outcomes: Outcomes, seconds: float | None = None
@@ -251,9 +248,9 @@ class DraftBudget:
         costs.observe(self._padded(batch), rows, seconds)
 
     def depth_for(self, number: int) -> int:
-        """How deep to draft for so many. Few nodes are seldom deep, and each depth costs the drafter
-        a row; where rows are exact the number is not known ahead. At least as deep as the next
-        larger choice needs: it may be tried in the next step."""
+        """How deep to draft for so many. Few nodes are seldom deep, and each depth costs the
+        drafter a row; where rows are exact the number is not known ahead. At least as deep as the
+        next larger choice needs: it may be tried in the next step."""
         if self.max_nodes is None:
             return min(number, self.max_depth)
         if self._pad is None:
@@ -287,7 +284,7 @@ class DraftBudget:
         self.num_drafts, self._batch = int(numbers[known[0]]), batch
 
     def rates(self, most: Counts) -> Numbers:
-        """Expected tokens per second without drafts and with each number of them.  # [1 + numbers]"""
+        """Expected tokens per second: without drafts, and with each of `numbers`."""
         batch, numbers = self._padded(len(most)), self.numbers
         tokens = len(most) + self._worth()[np.minimum(most[:, None], numbers)].sum(0)
         rows = batch * (numbers + 1)
@@ -337,9 +334,8 @@ class DraftBudget:
         rows = batch + np.arange(len(gains))
         best = int(((batch + gains) / self.costs.estimate(batch, rows)).argmax())
         caps = np.bincount(order[:best] // size, minlength=batch)
-        return DraftChoice(
-            caps, self.max_depth, int(caps.max(initial=0)), float(gains[best]), scores=scores
-        )
+        expected = np.where(np.arange(size) < caps[:, None], values, 0.0).sum(1)
+        return DraftChoice(caps, self.max_depth, int(caps.max()), expected, scores)
 
 
 def falling(values: Numbers, weights: Numbers) -> Numbers:
