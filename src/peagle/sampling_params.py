@@ -18,8 +18,9 @@ MAX_LOGPROBS = 1024
 class SamplingParams:
     """Parameters of one request. Every combination is lossless under speculation.
 
-    `num_speculative_tokens` is ours: None takes the engine's K, 0 turns speculation off for
-    this request, 1..K asks for fewer drafts.
+    `num_speculative_tokens` and `num_draft_nodes` are ours: None takes the engine's, 0 turns
+    speculation off for this request, less asks for fewer drafts. With speculation auto they are
+    limits.
     """
 
     n: Annotated[int, Doc("Answers per prompt.")] = 1
@@ -47,6 +48,7 @@ class SamplingParams:
     logprobs: Annotated[int | None, Doc("Log-probabilities of the N best tokens.")] = None
     skip_special_tokens: bool = True
     num_speculative_tokens: int | None = None
+    num_draft_nodes: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -87,13 +89,11 @@ def _check_numbers(p: SamplingParams) -> None:
             )
     if p.logprobs is not None:
         _require(0 <= p.logprobs <= MAX_LOGPROBS, "logprobs", p.logprobs, f"in [0, {MAX_LOGPROBS}]")
-    if p.num_speculative_tokens is not None:
-        _require(
-            p.num_speculative_tokens >= 0,
-            "num_speculative_tokens",
-            p.num_speculative_tokens,
-            "0 (off for this request) or more",
-        )
+    for name, count in (
+        ("num_speculative_tokens", p.num_speculative_tokens),
+        ("num_draft_nodes", p.num_draft_nodes),
+    ):
+        _require(count is None or count >= 0, name, count, "0 (off for this request) or more")
     if p.greedy and p.n > 1:
         raise RequestError(
             f"n={p.n} with temperature=0 would return the same answer {p.n} times",

@@ -240,3 +240,16 @@ def test_an_unsure_request_has_fewer_drafts_than_a_sure_one() -> None:
 def test_rejection_keeps_a_fixed_number_of_drafts() -> None:
     with pytest.raises(ConfigError, match="by coupling, not by rejection"):
         Speculation(head_drafter(SHALLOW.make_head(target())), 4, "rejection", is_auto=True)
+
+
+def test_warming_up_takes_the_shapes_of_every_choice() -> None:
+    jobs = [Job(p, GREEDY, joins=n) for n, p in enumerate(prompts(8, seed=1))]
+    drafter = drafter_named("trees", jobs)
+    engine = engines.make_engine(target(), drafter, 4, static=True, nodes=12, auto=True)
+    common = set(engine.runner._common_shapes(engine._common_drafts, 2048))
+    engines.run(engine, jobs)
+    met = {s for s in engines.watched(engine).shapes if s.num_items == 0 and not s.feeds}
+    assert met <= common
+    assert {s.num_nodes for s in common if s.num_items == 0} == {1, 3, 7, 12}
+    with_prompts = {(s.batch, s.num_items): s.num_nodes for s in common if s.num_items}
+    assert len(with_prompts) == len({s for s in common if s.num_items})

@@ -197,7 +197,8 @@ class Engine:
             chunks = [c for c in schedule.chunks if c.slot.index in own]
             requests = [self.scheduler.running[n].request for n in slots.tolist()]
             step = self._run(slots, caps, chunks, own_drafts, HostSampling(requests))
-            self._in_flight.append(step)
+            is_alone = bool(needs_host.all()) and not chunks
+            self._in_flight.append(step._replace(is_alone=is_alone))
             schedule = schedule._replace(
                 slots=schedule.slots[~needs_host],
                 caps=schedule.caps[~needs_host],
@@ -418,7 +419,7 @@ class Engine:
             seed=self._seeds.getrandbits(63) if seed is None else seed,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             num_speculative_tokens=depth,
-            num_draft_nodes=self._num_draft_nodes(depth),
+            num_draft_nodes=self._num_draft_nodes(params, depth),
             stop_token_ids=frozenset(ends),
             bad_word_ids=tuple(tuple(word) for word in bad_word_ids),
         )
@@ -444,14 +445,22 @@ class Engine:
     @torch.inference_mode()
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Captures the CUDA graphs of common steps now rather than when each is first met."""
-        drafts = StepShape(batch=1, depth=0, sampling="greedy")
-        if self.speculation is not None:
-            depth, num_nodes = (
-                self.speculation.num_speculative_tokens,
-                self.speculation.num_draft_nodes,
-            )
-            drafts = drafts._replace(depth=depth, num_nodes=num_nodes)
-        self.runner.warm_up(drafts, self.scheduler.max_num_batched_tokens, progress)
+        self.runner.warm_up(
+            self._common_drafts, self.scheduler.max_num_batched_tokens, progress
+        )
+
+    def _common_drafts(self, batch: int, has_prompts: bool) -> list[StepShape]:
+        """What so many requests may be drafted; beside prompts only what is most likely."""
+        plain, speculation = StepShape(batch=batch, depth=0, sampling="greedy"), self.speculation
+        if speculation is None:
+            return [plain]
+        depth, nodes = speculation.num_speculative_tokens, speculation.num_draft_nodes
+        if self.budget is None:
+            return [plain._replace(depth=depth, num_nodes=nodes)]
+        return [
+            plain._replace(depth=self.budget.depth_for(n), num_nodes=n if self._has_trees else None)
+            for n in self.budget.likely(batch, most_likely_alone=has_prompts)
+        ]
 
     @property
     def num_graphs(self) -> int:
@@ -469,10 +478,10 @@ class Engine:
             max_model_len=self.max_model_len,
             vocab_size=self.target.config.vocab_size,
         )
-        self._num_speculative_tokens(params)
+        self._num_draft_nodes(params, self._num_speculative_tokens(params))
 
     def _num_speculative_tokens(self, params: SamplingParams) -> int:
-        if self.speculation is None:
+        if self.speculation is None or params.num_draft_nodes == 0:
             return 0
         if params.num_speculative_tokens is None:
             return self.speculation.num_speculative_tokens
@@ -486,11 +495,18 @@ class Engine:
             )
         return asked
 
-    def _num_draft_nodes(self, depth: int) -> int | None:
+    def _num_draft_nodes(self, params: SamplingParams, depth: int) -> int | None:
         """Of a request with drafts of this depth."""
-        if self.speculation is None or self.speculation.num_draft_nodes is None:
+        most = self.speculation.num_draft_nodes if self.speculation else None
+        asked = params.num_draft_nodes
+        if asked is not None and self.speculation is not None and asked > (most or 0):
+            raise RequestError(
+                f"num_draft_nodes={asked} is more than the engine drafts",
+                hint=f"use at most {most}" if most else "drop it: this engine drafts chains",
+            )
+        if most is None:
             return None
-        return self.speculation.num_draft_nodes if depth else 0
+        return (most if asked is None else asked) if depth else 0
 
     @property
     def _verification(self) -> Verification:

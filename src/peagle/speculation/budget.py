@@ -257,6 +257,13 @@ class DraftBudget:
             return self.max_depth
         return min(max(number, 4), self.max_depth, 6 + number // 6)
 
+    def likely(self, batch: int, *, most_likely_alone: bool) -> list[int]:
+        """Numbers that so many requests may be given, by what is known so far."""
+        rates = self.rates(np.full(batch, self.numbers[-1]))[1:]
+        if most_likely_alone:
+            return [int(self.numbers[rates.argmax()])]
+        return [n for n, rate in zip(self.numbers.tolist(), rates.tolist(), strict=True) if rate]
+
     def _numbers(self, size: int) -> Counts:
         if self._pad is None:
             return np.arange(1, size + 1)
