@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from peagle.engine import runner as module
 from peagle.engine.engine import Engine
 from peagle.engine.runner import BATCH_SIZES, ITEM_COUNTS, ROWS_PER_ITEM, padded
-from peagle.engine.step import StepShape
 from peagle.kernels.device_batch import HEADER
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel

@@ -147,7 +147,7 @@ def test_requests_have_trees_of_their_own_size() -> None:
     requests, engine = engines.run_both(target(), scripted(jobs, (0,)), 4, jobs, nodes=9)
     naive.check(target(), requests, jobs)
     sizes = [r.stats.num_draft_tokens / max(r.stats.num_drafts, 1) for r in requests]
-    assert sizes == pytest.approx(own[:3] + [9], abs=0.01)
+    assert sizes == pytest.approx([*own[:3], 9], abs=0.01)
     with pytest.raises(RequestError, match="num_draft_nodes=10 is more than the engine drafts"):
         engine.add_request("x", [1], SamplingParams(num_draft_nodes=10))
 

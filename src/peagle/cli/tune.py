@@ -176,8 +176,8 @@ def _config_lines(advice: Advice) -> list[str]:
     ]
     on_vllm = vllm_config(setting)
     if on_vllm is None:
-        without = "--speculation auto" if setting.is_auto else "--spec-nodes"
-        return [*lines, f"vLLM:   drafts no trees; measure without {without} for it"]
+        instead = "with --speculation fixed" if setting.is_auto else "without --spec-nodes"
+        return [*lines, f"vLLM:   drafts no trees; measure {instead} for it"]
     lines.append(f"vLLM:   --speculative-config '{json.dumps(on_vllm)}'")
     return [*lines, f"note: {NATIVE_NOTE}"] if setting.head else lines
 

@@ -445,9 +445,7 @@ class Engine:
     @torch.inference_mode()
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Captures the CUDA graphs of common steps now rather than when each is first met."""
-        self.runner.warm_up(
-            self._common_drafts, self.scheduler.max_num_batched_tokens, progress
-        )
+        self.runner.warm_up(self._common_drafts, self.scheduler.max_num_batched_tokens, progress)
 
     def _common_drafts(self, batch: int, has_prompts: bool) -> list[StepShape]:
         """What so many requests may be drafted; beside prompts only what is most likely."""

@@ -109,8 +109,8 @@ class Runner:
         self, drafts: DraftShapes, max_rows: int, progress: Callable[[int, int], None]
     ) -> None:
         """Captures the shapes that greedy requests meet: every size of a batch and of prompts, for
-        contexts of WARM_CONTEXTS, with the drafts of each. `progress` hears how many of how many are done: of none where
-        steps are not graphs."""
+        contexts of WARM_CONTEXTS, with the drafts of each. `progress` hears how many of how many
+        are done: of none where steps are not graphs."""
         shapes = [] if self._memory is None else self._common_shapes(drafts, max_rows)
         progress(0, len(shapes))
         for done, shape in enumerate(shapes, start=1):

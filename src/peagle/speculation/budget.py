@@ -25,7 +25,10 @@ Counts = NDArray[np.int64]
 Numbers = NDArray[np.float64]
 
 REVIEW_STEPS = 16  # between two looks at which number of drafts is best
-EXPLORE_STEPS = 64  # between two steps that try another number
+# Steps until another number is tried for the first time with some number of requests, and how
+# many at most from then on: each time twice as many, for a trial may have a graph captured.
+FIRST_TRIAL, RAREST_TRIAL, RAREST_PROBE = 8, 4096, 256
+WORTH_A_TRIAL = 0.6  # of the best rate: what promises less is not tried
 GAIN_TO_SWITCH = 1.02  # another number must promise so much more: figures are noisy
 PADDED_NODES = (1, 3, 7, 15, 31, 63)  # few, for each is a family of CUDA graphs
 PADDED_CHAIN = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
@@ -208,9 +211,9 @@ class DraftBudget:
         self.costs, self.costs_off = StepCosts(free_rows), StepCosts(free_rows)
         self.num_drafts = -1  # the choice that holds; 0: no drafts; -1: none yet
         self._batch = 0  # for which it holds
-        self._since_review = self._since_explored = 0
+        self._since_review = self._since_trial = 0
+        self._trials: dict[int, int] = {}  # so far, by (padded) number of requests
         self._probes = 0  # steps left of a look at drafts while there are none
-        self._explores_up = True
 
     def choose(self, slots: Counts, most: Counts, *, may_explore: bool) -> DraftChoice:
         """most  # [B] drafts that each request may have"""
@@ -305,29 +308,26 @@ class DraftBudget:
         return np.concatenate((len(most) / seconds, with_drafts))
 
     def _explored(self) -> int:
-        """The number that holds, now and then another. Without drafts: with some again, twice in a
-        row, for the first step of the two has none yet."""
-        self._since_explored += 1
+        """The number that holds, now and then the next larger or smaller. Without drafts: with some
+        again, twice in a row, for the first step of the two has none yet."""
+        self._since_trial += 1
+        rarest = RAREST_TRIAL if self.num_drafts and self._pad is not None else RAREST_PROBE
+        count = self._trials.get(self._batch, 0)
+        if not self._probes and self._since_trial < min(FIRST_TRIAL << count, rarest):
+            return self.num_drafts
+        rates = self.rates(np.full(self._batch, self.numbers[-1]))[1:]
         if self._probes:
             self._probes -= 1
-            return self._best_with_drafts
-        if self._since_explored < EXPLORE_STEPS:
-            return self.num_drafts
-        self._since_explored = 0
-        if self.num_drafts == 0:
+            return int(self.numbers[rates.argmax()])
+        self._since_trial = 0
+        self._trials[self._batch] = min(count + 1, 16)
+        if not self.num_drafts:
             self._probes = 1
-            return self._best_with_drafts
+            return int(self.numbers[rates.argmax()])
         place = int(np.searchsorted(self.numbers, self.num_drafts))
-        place += 1 if self._explores_up else -1
-        self._explores_up = not self._explores_up
-        number = int(self.numbers[np.clip(place, 0, len(self.numbers) - 1)])
-        fits = self._batch * (number + 1) <= self.max_rows
-        return number if fits else self.num_drafts
-
-    @property
-    def _best_with_drafts(self) -> int:
-        most = np.full(self._batch, self.numbers[-1])
-        return int(self.numbers[self.rates(most)[1:].argmax()])
+        others = [n for n in (place + 1, place - 1) if 0 <= n < len(rates)]
+        others = [n for n in others if rates[n] > WORTH_A_TRIAL * rates.max()]
+        return int(self.numbers[others[count % len(others)]]) if others else self.num_drafts
 
     def _by_scores(self, scores: Numbers, most: Counts) -> DraftChoice:
         """The most probable drafts of all requests, as many as pay."""
