@@ -7,8 +7,8 @@ would have given. The choice is the one with the most expected tokens per second
 
     (requests + expected accepted drafts) / seconds of a step with so many rows
 
-Worth and cost are measured while the engine runs. They decide how fast it is, never what it
-writes: verification gives the same tokens for every choice.
+Worth and cost are measured while the engine runs; of costs only their relations count. They decide
+how fast it is, never what it writes: verification gives the same tokens for every choice.
 
 Shapes: B requests, N drafts at most, K depths. Imports no torch.
 """
@@ -30,65 +30,81 @@ REVIEW_STEPS = 16  # between two looks at which number of drafts is best
 FIRST_TRIAL, RAREST_TRIAL, RAREST_PROBE = 8, 4096, 256
 WORTH_A_TRIAL = 0.6  # of the best rate: what promises less is not tried
 GAIN_TO_SWITCH = 1.02  # another number must promise so much more: figures are noisy
-PADDED_NODES = (1, 3, 7, 15, 31, 63)  # few, for each is a family of CUDA graphs
-PADDED_CHAIN = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
+# What is chosen from: few, for each has to be tried, and is a family of CUDA graphs.
+TREE_NUMBERS = (1, 3, 7, 15, 31, 63)
+CHAIN_NUMBERS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 
 
 class StepCosts:
-    """Seconds of a step by its requests and rows, learned from steps that ran.
+    """What steps cost, relative to each other, by their requests and rows.
 
-    What ran says how a step's time compares with a first guess, `1 + rows / free_rows`; near it,
-    the same ratio is expected. More rows never cost less.
+    Learned from pairs of steps that ran one after the other: how fast the machine is changes, with
+    its other users and with the length of contexts, but hardly from one step to the next. What is
+    learned is how a step's time compares with a first guess, `1 + rows / free_rows`; near it, the
+    same is expected. More rows never cost less.
     """
 
-    MEMORY = 20  # steps that an average remembers
-    OUTLIER = 1.5  # times the average: something else had the machine
+    MEMORY = 20.0  # pairs that a step's cost remembers
+    OUTLIER = 3.0  # times what was expected, more does not count
     REACH = 0.15  # natural logarithm of the factor at which a measurement counts 1/e
     RESOLUTION = 8  # classes of rows and of requests per doubling
+    OFF_SHARE = 0.85  # guess: of a step without drafts, what is left where none are made either
+    OFF_DISTANCE = 10.0  # such steps tell little of others
 
     def __init__(self, free_rows: float) -> None:
         self.free_rows = free_rows
-        self._places: dict[tuple[int, int], int] = {}
-        self._points = np.zeros((0, 2))  # log requests, log rows
-        self._ratios, self._weights = np.zeros(0), np.zeros(0)
+        self._places: dict[tuple[int, int, bool], int] = {}
+        self._points = np.zeros((0, 3))  # log requests, log rows, without drafts
+        self._logs, self._weights = np.zeros(0), np.zeros(0)  # logarithm of time over guess
+        self._last: tuple[int, float] | None = None  # place of the step before, and its logarithm
 
-    def __bool__(self) -> bool:
-        return bool(self._places)
+    def observe(self, batch: int, rows: int, seconds: float, *, is_off: bool = False) -> None:
+        """A step right behind the one that was observed last; `is_off`: it drafted nothing."""
+        place, weights = self._place(batch, rows, is_off), self._weights
+        own = float(np.log(seconds / self._guess(rows, is_off)))
+        before, self._last = self._last, (place, own)
+        if before is None or before[0] == place:
+            return
+        other, theirs = before
+        most = float(np.log(self.OUTLIER))
+        change = (own - theirs) - float(self._logs[place] - self._logs[other])
+        change = min(max(change, -most), most) / (min(weights[place], weights[other]) + 1)
+        share = weights[other] / (weights[place] + weights[other])  # the less is known, the more
+        self._logs[place] += change * share
+        self._logs[other] -= change * (1 - share)
+        for one in (place, other):
+            weights[one] = min(weights[one] + 1, self.MEMORY)
 
-    def observe(self, batch: int, rows: int, seconds: float) -> None:
-        place = self._place(batch, rows)
-        ratio = seconds / self._guess(rows)
-        known, weight = self._ratios[place], self._weights[place]
-        if ratio * self.OUTLIER < known:  # steps are late by accident, never early
-            known = weight = 0.0
-        if weight:
-            ratio = min(ratio, self.OUTLIER * known)
-        self._weights[place] = weight = min(weight + 1, self.MEMORY)
-        self._ratios[place] = known + (ratio - known) / weight
-
-    def estimate(self, batch: int, rows: Counts) -> Numbers:
-        """rows  # [n], rising"""
-        guess = self._guess(rows)
-        if not self:
+    def estimate(self, batch: int, rows: Counts, *, is_off: bool = False) -> Numbers:
+        """In a unit of its own.  # rows [n], rising"""
+        guess = self._guess(rows, is_off)
+        if not self._places:
             return guess
-        here = np.stack((np.full(len(rows), np.log(batch)), np.log(rows)), axis=1)
+        here = np.stack([self._point(batch, n, is_off) for n in rows.tolist()])
         distance = np.abs(here[:, None] - self._points).sum(2) / self.REACH  # [n, points]
         nearest = distance.min(1, keepdims=True)  # of far ones, too, something counts
         weights = self._weights * np.exp(nearest - distance)
-        ratios = np.exp((weights * np.log(self._ratios)).sum(1) / weights.sum(1))
-        out: Numbers = np.maximum.accumulate(guess * ratios)
+        logs = (weights * self._logs).sum(1) / weights.sum(1)
+        out: Numbers = np.maximum.accumulate(guess * np.exp(logs))
         return out
 
-    def _guess(self, rows: int | Counts) -> Numbers:
-        return np.asarray(1.0 + np.asarray(rows) / self.free_rows)
+    def _guess(self, rows: int | Counts, is_off: bool) -> Numbers:
+        return np.asarray(1.0 + np.asarray(rows) / self.free_rows) * (self.OFF_SHARE**is_off)
 
-    def _place(self, batch: int, rows: int) -> int:
-        key = tuple(round(self.RESOLUTION * float(np.log2(x))) for x in (batch, rows))
+    def _point(self, batch: int, rows: int, is_off: bool) -> Numbers:
+        return np.array([np.log(batch), np.log(rows), self.OFF_DISTANCE * is_off])
+
+    def _place(self, batch: int, rows: int, is_off: bool) -> int:
+        """Of a kind of step; the first of its kind is believed to be what is expected."""
+        classes = [round(self.RESOLUTION * float(np.log2(x))) for x in (batch, rows)]
+        key = classes[0], classes[1], is_off
         if key not in self._places:
-            self._places[key[0], key[1]] = len(self._places)
-            self._points = np.concatenate((self._points, np.log([[batch, rows]])))
-            self._ratios, self._weights = np.append(self._ratios, 0), np.append(self._weights, 0)
-        return self._places[key[0], key[1]]
+            expected = self.estimate(batch, np.array([rows]), is_off=is_off)[0]
+            ratio = np.log(expected / self._guess(rows, is_off))
+            self._places[key] = len(self._places)
+            self._points = np.vstack((self._points, self._point(batch, rows, is_off)))
+            self._logs, self._weights = np.append(self._logs, ratio), np.append(self._weights, 1.0)
+        return self._places[key]
 
 
 class Outcomes(NamedTuple):
@@ -191,8 +207,6 @@ class DraftBudget:
     how many requests a batch is padded): one of few numbers for all.
     """
 
-    OFF_SHARE = 0.85  # guess: of a step without drafts, what is left where none are made either
-
     def __init__(
         self,
         max_depth: int,
@@ -208,7 +222,7 @@ class DraftBudget:
         size = max_depth if max_nodes is None else max_nodes
         self.numbers = self._numbers(size)
         self.curve, self.calibration = AcceptanceCurve(size), ScoreCalibration()
-        self.costs, self.costs_off = StepCosts(free_rows), StepCosts(free_rows)
+        self.costs = StepCosts(free_rows)
         self.num_drafts = -1  # the choice that holds; 0: no drafts; -1: none yet
         self._batch = 0  # for which it holds
         self._since_review = self._since_trial = 0
@@ -247,8 +261,7 @@ class DraftBudget:
         rows = self._padded(batch) * (choice.num_drafts + 1)
         if self._pad is None:
             rows = batch + int(outcomes.num_drafts.sum())
-        costs = self.costs if choice.depth else self.costs_off
-        costs.observe(self._padded(batch), rows, seconds)
+        self.costs.observe(self._padded(batch), rows, seconds, is_off=not choice.depth)
 
     def depth_for(self, number: int) -> int:
         """How deep to draft for so many. Few nodes are seldom deep, and each depth costs the
@@ -268,9 +281,9 @@ class DraftBudget:
         return [n for n, rate in zip(self.numbers.tolist(), rates.tolist(), strict=True) if rate]
 
     def _numbers(self, size: int) -> Counts:
-        if self._pad is None:
+        if self._scores is not None:  # by which any number is found
             return np.arange(1, size + 1)
-        few = PADDED_CHAIN if self.max_nodes is None else PADDED_NODES
+        few = CHAIN_NUMBERS if self.max_nodes is None else TREE_NUMBERS
         return np.array([*(n for n in few if n < size), size])
 
     def _padded(self, batch: int) -> int:
@@ -291,21 +304,18 @@ class DraftBudget:
             known = np.array([best])
         if rates[best] > GAIN_TO_SWITCH * rates[known[0]]:
             known = np.array([best])
+            self._trials[batch] = min(self._trials.get(batch, 0), 3)  # it has other neighbours
         self.num_drafts, self._batch = int(numbers[known[0]]), batch
 
     def rates(self, most: Counts) -> Numbers:
-        """Expected tokens per second: without drafts, and with each of `numbers`."""
+        """Expected tokens per time: without drafts, and with each of `numbers`."""
         batch, numbers = self._padded(len(most)), self.numbers
         tokens = len(most) + self._worth()[np.minimum(most[:, None], numbers)].sum(0)
         rows = batch * (numbers + 1)
         fits = rows <= max(self.max_rows, rows[0])
         with_drafts = np.where(fits, tokens / self.costs.estimate(batch, rows), 0.0)
-        alone = np.array([batch])
-        if self.costs_off:
-            seconds = self.costs_off.estimate(batch, alone)
-        else:
-            seconds = self.OFF_SHARE * self.costs.estimate(batch, alone)
-        return np.concatenate((len(most) / seconds, with_drafts))
+        without = self.costs.estimate(batch, np.array([batch]), is_off=True)
+        return np.concatenate((len(most) / without, with_drafts))
 
     def _explored(self) -> int:
         """The number that holds, now and then the next larger or smaller. Without drafts: with some
