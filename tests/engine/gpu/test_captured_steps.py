@@ -22,8 +22,8 @@ from ..test_structured_outputs import EOS, SHAPES, TOKENIZER, greedy, sampled
 from ..test_structured_outputs import jobs_of as structured_jobs
 from .captured import (
     BATCH,
-    CORRECTED,
     CONTEXT,
+    CORRECTED,
     HEADS,
     ITEMS,
     OPTIONS,
