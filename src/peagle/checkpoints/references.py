@@ -55,11 +55,13 @@ def is_hub_id(reference: str) -> bool:
 
 
 def load_config(folder: Path) -> PretrainedConfig:
-    """The transformers config of a model folder; never runs code from it."""
+    """The transformers config of a model folder, of a multimodal model that of its text model;
+    never runs code from it."""
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return config.get_text_config(decoder=True)
     except Exception as error:  # transformers raises whatever the file's content leads to
         raise ModelError(f"cannot use {folder / 'config.json'}: {_first_line(error)}") from error
 

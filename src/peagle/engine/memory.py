@@ -142,10 +142,14 @@ def activation_bytes(sizes: DecoderConfig, *, itemsize: int, rows: int, sampled_
     `sampled_rows` alone.
     """
     hidden, inner = sizes.hidden_size, sizes.intermediate_size
-    queries = sizes.num_attention_heads * sizes.head_dim
-    projected = queries + 2 * sizes.num_key_value_heads * sizes.head_dim
+    kv_heads, head_dim = sizes.largest_kv_row
+    queries = sizes.num_attention_heads * max(sizes.head_dim, head_dim)
+    projected = queries + 2 * kv_heads * head_dim
     attention = 2 * hidden + 2 * projected + queries  # normed and summed; also rotated; attended
     mlp = 2 * hidden + 3 * inner  # normed and summed; gate, up and their product
+    if sizes.experts is not None:
+        own = 4 * hidden + 3 * sizes.experts.intermediate_size  # rows sorted, back and weighted
+        mlp += sizes.experts.top_k * own
     outputs = sizes.num_hidden_layers * hidden
     in_float32 = 4 * 2 * hidden  # a norm's
     row = (attention + mlp + outputs) * itemsize + in_float32

@@ -13,17 +13,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.kernels.cpu.layers import CachePlace
-from peagle.kernels.reference.attention import paged_attention
+from peagle.kernels.reference.attention import PLAIN, Scores, attend, paged_attention
 from peagle.kernels.rows import RowGroups
 
 
 class Attention(Protocol):
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        scores: Scores = PLAIN,
+    ) -> Tensor:
         """q [N, heads, D], k and v [N, kv_heads, D], rotated -> [N, heads, D].
 
         `layer` counts the layers of the model that calls; `window` is its sliding window.
         """
         ...
+
+
+def layer_cache(cache: Tensor, rows: Tensor) -> Tensor:
+    """A layer's cache [S, g, D] for rows [N, g', D'] that may be narrower: [S, g', D']."""
+    kv_heads, dim = rows.shape[-2:]
+    if cache.shape[-2:] == (kv_heads, dim):
+        return cache
+    return cache.flatten(-2)[:, : kv_heads * dim].unflatten(-1, (kv_heads, dim))
 
 
 class CachedAttention:
@@ -44,12 +60,21 @@ class RowsAttention(CachedAttention):
         self.keys = keys  # [L, S, g, D]
         self.values = values  # [L, S, g, D]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        keys, values = self.keys[layer], self.values[layer]
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        scores: Scores = PLAIN,
+    ) -> Tensor:
+        keys, values = layer_cache(self.keys[layer], k), layer_cache(self.values[layer], v)
         keys.index_copy_(0, self.rows.slots, k.to(keys.dtype))
         values.index_copy_(0, self.rows.slots, v.to(values.dtype))
         parts = zip(self.rows.parts(q), self.rows.groups, strict=True)
-        return torch.cat([paged_attention(x, keys, values, group, window) for x, group in parts])
+        cache = keys, values
+        return torch.cat([paged_attention(x, *cache, group, window, scores) for x, group in parts])
 
     def kernel_place(self, heads: int) -> CachePlace | None:
         """The CPU kernel reads blocks from the host; these are on the device."""
@@ -63,10 +88,22 @@ class MaskedAttention:
         self.mask = mask
         self.distance = positions[:, None] - positions[None, :]  # [N, N]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        scores: Scores = PLAIN,
+    ) -> Tensor:
         mask = self.mask if window is None else self.mask & (self.distance < window)
+        if not scores.is_softmax:
+            return attend(q, k, v, mask, scores)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, N, D]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scores.scale, enable_gqa=True
+        )
         return out[0].transpose(0, 1)
 
 
