@@ -39,7 +39,7 @@ def layer_cache(cache: Tensor, rows: Tensor) -> Tensor:
     kv_heads, dim = rows.shape[-2:]
     if cache.shape[-2:] == (kv_heads, dim):
         return cache
-    return cache.flatten(-2)[:, : kv_heads * dim].unflatten(-1, (kv_heads, dim))
+    return cache.flatten(-2)[:, : kv_heads * dim].view(-1, kv_heads, dim)
 
 
 class CachedAttention:

@@ -47,7 +47,7 @@ def paged_attention(
     written = _written(rows)  # [I, T]
     slots = _slots(rows).where(written, 0)
     k, v = _written_only(keys[slots], written), _written_only(values[slots], written)
-    by_item = q.unflatten(0, (len(rows.starts), rows.rows_per_item))
+    by_item = q.reshape(len(rows.starts), rows.rows_per_item, *q.shape[1:])
     return attend(by_item, k, v, _visible(rows, window), scores).flatten(0, 1)
 
 
@@ -61,7 +61,7 @@ def attend(
     """-> [..., Q, h, D]; zeros for a row that sees no key."""
     scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
     # Heads that share a key-value head stand side by side: r of them per group.
-    grouped = at_least_float32(q).unflatten(-2, (k.shape[-2], -1))
+    grouped = at_least_float32(q).reshape(*q.shape[:-2], k.shape[-2], -1, q.shape[-1])
     products = torch.einsum("...qgrd,...tgd->...grqt", grouped, at_least_float32(k)) * scale
     if scores.cap is not None:
         products = scores.cap * (products / scores.cap).tanh()
