@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from peagle.checkpoints.references import load_tokenizer, resolve_model
 from peagle.checkpoints.targets import load_target
-from peagle.engine.kv_cache import target_layout
 from peagle.models.attention import causal_attention
 from peagle.models.drafter import Span
 from peagle.models.target import TargetModel
@@ -89,7 +88,7 @@ def test_chunks_of_several_sequences_through_the_paged_cache_equal_transformers(
     target = family.target
     texts = [UNEVEN.tokens(n, seed=n) for n in (41, 40, 23, 6)]
     tables, num_slots = shuffled_tables([len(t) for t in texts])
-    cache = poisoned_cache(target_layout(target), num_slots, torch.float32)
+    cache = poisoned_cache(target.cache_layout, num_slots, torch.float32)
     chunks = random.Random(0)
     done = [0] * len(texts)
     outputs: list[list[tuple[Tensor, Tensor]]] = [[] for _ in texts]

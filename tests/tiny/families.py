@@ -1,15 +1,21 @@
-"""A tiny config of every family and of what makes its members differ."""
+"""A tiny config of every family and of what makes its members differ; and of some that have no
+native target: their attention is enough for the engine's cache, or it is not."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 from transformers import (
+    BloomConfig,
+    CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -19,6 +25,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from .models import UNEVEN
@@ -121,4 +128,25 @@ FAMILIES: dict[str, Family] = {
     "phi3-partial-rope": make(Phi3Config, pad_token_id=None, partial_rotary_factor=0.5),
     "olmo2": make(Olmo2Config, pad_token_id=None),
     "granite": make(GraniteConfig, mlp_bias=True, **MULTIPLIERS),
+}
+# Keys and values are all that they remember.
+ADAPTED: dict[str, Family] = {
+    "gpt2": make(GPT2Config),
+    "gpt-neox": make(GPTNeoXConfig),
+    "cohere": make(CohereConfig, logit_scale=0.3, pad_token_id=None),
+}
+# Convolutions, gated delta rules, biases of attention; a value that is not as wide as its key.
+RECOMPUTED: dict[str, Family] = {
+    "lfm2": make(Lfm2Config, layer_types=["conv", "full_attention"] * 2),
+    "qwen3-next": make(
+        Qwen3NextConfig,
+        head_dim=8,
+        **EXPERTS,
+        shared_expert_intermediate_size=16,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
+    "bloom": make(BloomConfig),
 }

@@ -63,7 +63,7 @@ def load_config(folder: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         return config.get_text_config(decoder=True)
     except Exception as error:  # transformers raises whatever the file's content leads to
-        raise ModelError(f"cannot use {folder / 'config.json'}: {_first_line(error)}") from error
+        raise ModelError(f"cannot use {folder / 'config.json'}: {first_line(error)}") from error
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -82,7 +82,7 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # as above, and the Rust library's bare Exception
         raise ModelError(
-            f"cannot load the tokenizer in {folder}: {_first_line(error)}",
+            f"cannot load the tokenizer in {folder}: {first_line(error)}",
             hint="the folder needs tokenizer.json and tokenizer_config.json",
         ) from error
 
@@ -145,7 +145,7 @@ def _hub_error(repository: str, revision: str | None, error: Exception) -> Model
             hint="check the network, HF_HUB_OFFLINE and HF_HOME, or give a local folder",
         )
     return ModelError(
-        f"cannot download {repository}: {_first_line(error)}",
+        f"cannot download {repository}: {first_line(error)}",
         hint="check the network and the free disk space; a second run goes on where this ended",
     )
 
@@ -165,6 +165,6 @@ def _accepted_forms(reference: str) -> str:
     return f"did you mean {nearest[0]}? Give {forms}" if nearest else f"give {forms}: {names}"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -11,15 +12,17 @@ from torch import Tensor, nn
 
 from peagle.checkpoints.decoder_configs import read_decoder_config
 from peagle.checkpoints.files import iter_tensors, read_json
-from peagle.checkpoints.references import load_config
+from peagle.checkpoints.references import first_line, load_config
 from peagle.checkpoints.stored_tensors import our_name, stored_tensors
 from peagle.checkpoints.weights import load_weights
-from peagle.errors import ModelError
-from peagle.models.config import DecoderConfig
+from peagle.errors import ModelError, PeagleError
+from peagle.models.config import SUPPORTED_MODEL_TYPES, DecoderConfig
 from peagle.models.experts import lay_out_experts_for_cpu
 from peagle.models.layers import lay_out_for_cpu
 from peagle.models.meta import on_meta
 from peagle.models.target import TargetModel
+
+logger = logging.getLogger(__name__)
 
 EMBED, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 LAYERLESS = {EMBED, "norm.weight", OUTPUT}
@@ -42,6 +45,45 @@ def load_target(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Ta
         device=device,
     )
     return target.eval()
+
+
+def has_native_target(folder: Path) -> bool:
+    """Whether there is a native target for all that the folder's config asks for."""
+    try:
+        read_decoder_config(folder)
+    except ModelError:
+        return False
+    return True
+
+
+def load_adapted(folder: Path, *, dtype: torch.dtype, device: torch.device) -> TargetModel:
+    """Any other causal language model, by transformers' own modules."""
+    from transformers import AutoModelForCausalLM
+
+    from peagle.models.adapter import TransformersTarget, adapted_config
+
+    config = load_config(folder)
+    sizes = adapted_config(config)
+    try:
+        options = {"trust_remote_code": False, "local_files_only": True}
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+        model.to(device).requires_grad_(False).eval()
+        target = TransformersTarget(model, sizes).eval()
+    except PeagleError:
+        raise
+    except Exception as error:  # transformers raises whatever the folder's content leads to
+        raise ModelError(
+            f"model type {config.model_type!r} has no native implementation, and transformers "
+            f"cannot run it: {first_line(error)}",
+            hint=f"native: {', '.join(SUPPORTED_MODEL_TYPES)}",
+        ) from error
+    logger.warning(
+        "model type %s has no native implementation: it runs by transformers' modules, which is "
+        "slower%s",
+        config.model_type,
+        "" if target.rolls_back else ", and computes the whole text again at every step",
+    )
+    return target
 
 
 def load_layerless(folder: Path, *, dtype: torch.dtype, device: torch.device) -> TargetModel:

@@ -18,7 +18,6 @@ from peagle.kernels.cpu.ops import LANES, MAX_GROUP, LayerCache, PagedSpan, Page
 from peagle.kernels.reference.attention import PLAIN, Scores, attend
 from peagle.models.attention import CachedAttention, layer_cache
 from peagle.models.drafter import CacheLayout, Span
-from peagle.models.target import TargetModel
 
 # Up to this many query rows the heads of a group are folded into the rows of one product.
 MAX_FOLDED_ROWS = 17
@@ -55,11 +54,6 @@ class PagedKVCache:
 
     def attention(self, tables: Sequence[BlockTable], spans: Sequence[Span]) -> PagedAttention:
         return PagedAttention(self, tables, spans)
-
-
-def target_layout(target: TargetModel) -> CacheLayout:
-    """A layer with narrower keys uses the beginning of each row: see `layer_cache`."""
-    return CacheLayout(target.config.num_hidden_layers, *target.config.largest_kv_row)
 
 
 def slot_bytes(layout: CacheLayout, dtype: torch.dtype) -> int:
@@ -121,6 +115,11 @@ class PagedAttention(CachedAttention):
             return None
         layer_size = self.cache.keys.stride(0)
         return CachePlace(*self.cache.addresses(0), layer_size, self._step(heads))
+
+    def prefixes(self, x: Tensor) -> list[tuple[Tensor, int]]:
+        rows = self.cache.keys[0].flatten(1)  # [S, H]
+        rows.index_copy_(0, self._slots, x.to(rows.dtype))
+        return [(rows[view.gather], view.length) for view in self.sequences]
 
     def _fits_kernel(self, heads: int) -> bool:
         return self.prefers_kernel and heads <= MAX_GROUP * self.cache.keys.shape[-2]

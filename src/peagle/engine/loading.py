@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from peagle.checkpoints.heads.loading import load_head
-from peagle.checkpoints.targets import load_target
+from peagle.checkpoints.targets import has_native_target, load_adapted, load_target
 from peagle.config import DEFAULT_SPECULATIVE_TOKENS, EngineConfig, SpeculativeConfig
 from peagle.engine.engine import Speculation
 from peagle.engine.memory import reported_shortage
@@ -56,7 +56,8 @@ def load_engine_target(folder: Path, config: EngineConfig) -> TargetModel:
     if config.quantization is not None:
         check_gpu(device)
     with reported_shortage(f"{folder} in {str(dtype).removeprefix('torch.')}", device):
-        target = load_target(folder, dtype=dtype, device=device)
+        load = load_target if has_native_target(folder) else load_adapted
+        target = load(folder, dtype=dtype, device=device)
         if config.quantization is not None:
             quantize_linears(target)
     bind_kernels(target, batch_invariant=config.batch_invariant)
@@ -81,6 +82,11 @@ def load_speculation(config: SpeculativeConfig, target: TargetModel) -> Speculat
         raise ConfigError(
             "batch_invariant and trees do not go together: a row's sums follow where it lies",
             hint="drop num_draft_nodes, or batch_invariant",
+        )
+    if config.num_draft_nodes is not None and not target.rolls_back:
+        raise ConfigError(
+            "this target computes each prefix again, which trees have many of",
+            hint="drop num_draft_nodes: drafts are then a chain",
         )
     depth = config.num_speculative_tokens or advice
     return Speculation(drafter, depth, config.verification, config.num_draft_nodes)

@@ -15,7 +15,7 @@ import torch
 
 from peagle.config import EngineConfig
 from peagle.engine.blocks import BlockAllocator
-from peagle.engine.kv_cache import slot_bytes, target_layout
+from peagle.engine.kv_cache import slot_bytes
 from peagle.errors import ConfigError
 from peagle.models.config import DecoderConfig
 from peagle.models.drafter import Drafter
@@ -76,7 +76,7 @@ def make_allocator(
 def cache_need(
     target: TargetModel, drafter: Drafter | None, config: EngineConfig, cache_len: int
 ) -> CacheNeed:
-    layouts = [target_layout(target)]
+    layouts = [target.cache_layout]
     if drafter is not None and drafter.cache_layout is not None:
         layouts.append(drafter.cache_layout)
     dtype = target.embed_tokens.weight.dtype

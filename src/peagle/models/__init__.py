@@ -9,6 +9,7 @@ meta         modules without values, to be filled from a checkpoint
 fused        a stack of layers as one call of kernels, where those may stand in
 fp8          a target's linear layers with 8-bit weights
 target       the native target, one decoder for all families
+adapter      any other causal language model as a target, by transformers' modules
 head_config  what a head's config.json says
 output       the last rows of either, before anybody needs their logits
 eagle        the network that P-EAGLE and EAGLE-3 share

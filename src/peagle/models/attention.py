@@ -49,6 +49,11 @@ class CachedAttention:
         """None where the rows are better off with `__call__`."""
         raise NotImplementedError
 
+    def prefixes(self, x: Tensor) -> list[tuple[Tensor, int]]:
+        """Keeps rows x [N, H] in the place of keys; -> each sequence up to its last row [T, H], and
+        how many of its rows are these. For targets that compute every prefix again."""
+        raise NotImplementedError
+
 
 class RowsAttention(CachedAttention):
     """For rows of fixed shapes over a paged cache, whose places lie on the device, as under CUDA

@@ -322,16 +322,15 @@ def _gemma3(config: Any) -> DecoderConfig:
 
 
 def _gemma4(config: Any) -> DecoderConfig:
-    missing = {
+    extras = {
         "hidden_size_per_layer_input": "per-layer embeddings",
         "num_kv_shared_layers": "layers that share keys and values",
     }
-    for name, what in missing.items():
+    for name, what in extras.items():
         if getattr(config, name):
             raise ModelError(
-                f"this Gemma-4 has {what} ({name}={getattr(config, name)}), which the native "
-                "target does not know",
-                hint="the dense 31B and the 26B-A4B are known",
+                f"the native Gemma-4 has no {what} ({name}={getattr(config, name)})",
+                hint="the dense 31B and the 26B-A4B are native",
             )
     kinds = {
         kind: DecoderConfig.sizes_of(config.per_layer_config[kind], config.rope_parameters[kind])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from peagle.kernels.policy import FAST, Policy
 from peagle.models.attention import Attention
 from peagle.models.config import DecoderConfig
+from peagle.models.drafter import CacheLayout
 from peagle.models.experts import MixtureBesideMLP, MixtureOfExperts
 from peagle.models.fused import FusedLayers
 from peagle.models.layers import (
@@ -31,6 +32,9 @@ class TargetOutput(NamedTuple):
 
 
 class TargetModel(nn.Module):
+    captures = True  # whether a step may be captured in a CUDA graph
+    rolls_back = True  # False: no cache can forget rejected drafts; see adapter.py
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
@@ -56,6 +60,11 @@ class TargetModel(nn.Module):
         self.policy = policy
         if self._fused is not None:
             self._fused.bind(policy)
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """A layer with narrower keys uses the beginning of each row: see `layer_cache`."""
+        return CacheLayout(self.config.num_hidden_layers, *self.config.largest_kv_row)
 
     def forward(
         self,
