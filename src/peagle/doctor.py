@@ -10,16 +10,24 @@ import torch
 from torch import Tensor
 
 from peagle.checkpoints.heads.config import read_head_config
-from peagle.checkpoints.heads.references import resolve_head
-from peagle.checkpoints.references import load_config, load_tokenizer, resolve_model
+from peagle.checkpoints.heads.references import resolve_head, resolve_head_config
+from peagle.checkpoints.references import (
+    load_config,
+    load_tokenizer,
+    resolve_config,
+    resolve_model,
+)
 from peagle.config import EngineConfig
 from peagle.data.dataset import Dataset
 from peagle.data.fingerprints import template_fingerprint, tokenizer_fingerprint
 from peagle.data.packing import lay_out
 from peagle.data.summary import share, spread, supervised_per_row
+from peagle.engine.memory import head_memory, target_memory
 from peagle.engine.prompts import PromptReader
-from peagle.errors import PeagleError, RequestError
+from peagle.errors import ModelError, PeagleError, RequestError
 from peagle.evaluate.offline import Pair, evaluate_pair, load_pair
+from peagle.models.adapter import adapted_config
+from peagle.models.config import DecoderConfig
 from peagle.models.head_config import HeadConfig
 from peagle.models.target import default_aux_hidden_state_layers
 from peagle.prepare.dataset_spec import recorded_params
@@ -206,6 +214,51 @@ def check_loss_shares(rows: Rows, depths: int) -> Finding:
     return graded("loss shares", message, warning=float(shares[-1]) < 0.02, hint=hint)
 
 
+def examine_configs(head: str, model: str) -> Iterator[Finding]:
+    """What the two configs say together; no weight is read, none needs to be there."""
+    config = load_config(resolve_config(model))
+    yield from guarded("target", map(check_path, [config]))
+    head_config = read_head_config(resolve_head_config(head), with_weights=False)
+    yield from guarded("fit", check_fit(head_config, config))
+    yield from check_layers(head_config, config)
+    advised, most = head_config.num_speculative_tokens, head_config.max_speculative_tokens
+    message = f"{head_config.method}, {advised} draft tokens unless told, {most} at most"
+    yield Finding("ok", "drafts", message)
+    yield from guarded("memory", check_memory(head_config, config))
+
+
+def check_path(config: Any) -> Finding:
+    """By what the embedded engine runs the target."""
+    family = config.model_type
+    try:
+        decoder = DecoderConfig.from_transformers(config)
+    except ModelError as error:
+        adapted_config(config)  # raises where there is no way
+        message = f"{family} runs by transformers' modules, slower: {error.message}"
+        return Finding("warning", "target", message, "serve it with --backend vllm")
+    by = "the fused kernels" if decoder.has_standard_layers else "its modules"
+    return Finding("ok", "target", f"{family} is native and runs by {by}")
+
+
+def check_fit(head: HeadConfig, config: Any) -> Iterator[Finding]:
+    head.check_fits(config)
+    yield Finding("ok", "fit", "the head's sizes and layers fit the target")
+
+
+def check_memory(head: HeadConfig, config: Any) -> Iterator[Finding]:
+    """In bfloat16: what a GPU holds before the first request, and per token of context."""
+    dtype = torch.bfloat16
+    parts = [head_memory(head)]
+    try:
+        parts.append(target_memory(DecoderConfig.from_transformers(config)))
+    except ModelError:
+        yield Finding("warning", "memory", "the target's is known once its weights are there")
+    weights = " + ".join(f"{part.weight_bytes(dtype) / 2**30:.1f}" for part in reversed(parts))
+    cache = sum(part.token_bytes(dtype) for part in parts) / 2**10
+    message = f"{weights} GiB of bfloat16 weights, {cache:.0f} KiB of cache for each token"
+    yield Finding("ok", "memory", message)
+
+
 def examine_head(
     head: str, model: str, config: EngineConfig, data: Path | None
 ) -> Iterator[Finding]:
@@ -225,7 +278,10 @@ def check_config(head: HeadConfig, model: str) -> Iterator[Finding]:
     if not same_target(head.target_model, model):
         message = f"it was trained for {head.target_model}, not {model}"
         yield Finding("warning", "head's target", message, "fine if both name the same model")
-    target = load_config(resolve_model(model))
+    yield from check_layers(head, load_config(resolve_model(model)))
+
+
+def check_layers(head: HeadConfig, target: Any) -> Iterator[Finding]:
     usual = default_aux_hidden_state_layers(int(target.num_hidden_layers))
     layers = head.aux_hidden_state_layer_ids
     message = f"the head reads layers {list(layers)}; unless told, servers take {list(usual)}"

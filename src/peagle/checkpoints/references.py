@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,19 @@ def resolve_model(
     if is_hub_id(reference):
         return _checked(_from_hub(reference, revision, local_files_only))
     raise ModelError(f"no model {reference!r}", hint=_accepted_forms(reference))
+
+
+def resolve_config(reference: str) -> Path:
+    """A folder with config.json, that a reference to a model or a head stands for; its weights
+    need not be there and are not fetched."""
+    if reference in BUILTIN_MODELS:
+        return ensure_builtin(reference)
+    if is_hub_id(reference):
+        return _from_hub(reference, None, local_files_only=False, wanted=["*.json"])
+    folder = Path(reference).expanduser()
+    if not os.path.isfile(folder / "config.json"):
+        raise ModelError(f"{folder} has no config.json", hint=_accepted_forms(reference))
+    return folder
 
 
 def is_hub_id(reference: str) -> bool:
@@ -106,7 +120,12 @@ def _checked(folder: Path) -> Path:
     return folder
 
 
-def _from_hub(repository: str, revision: str | None, local_files_only: bool) -> Path:
+def _from_hub(
+    repository: str,
+    revision: str | None,
+    local_files_only: bool,
+    wanted: Sequence[str] = _WANTED,
+) -> Path:
     """Downloads, or takes from the Hugging Face cache where the hub cannot be reached."""
     from huggingface_hub import snapshot_download
 
@@ -116,7 +135,7 @@ def _from_hub(repository: str, revision: str | None, local_files_only: bool) -> 
                 repository,
                 revision=revision,
                 local_files_only=local_files_only,
-                allow_patterns=_WANTED,
+                allow_patterns=list(wanted),
                 ignore_patterns=_UNWANTED,
             )
         )
