@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.kernels.cpu.layers import CachePlace
+from peagle.kernels.policy import gpu_takes
 from peagle.kernels.reference.attention import PLAIN, Scores, attend, paged_attention
-from peagle.kernels.rows import RowGroups
+from peagle.kernels.rows import PagedRows, RowGroups
 
 
 class Attention(Protocol):
@@ -57,8 +58,8 @@ class CachedAttention:
 
 class RowsAttention(CachedAttention):
     """For rows of fixed shapes over a paged cache, whose places lie on the device, as under CUDA
-    graphs: the reference, for any device. On a GPU `FusedLayers` runs whole layers over the same
-    rows and caches with Triton kernels instead."""
+    graphs: on a GPU by the Triton kernel, elsewhere by its reference. `FusedLayers` runs whole
+    layers over the same rows and caches with Triton kernels, where it knows them."""
 
     def __init__(self, rows: RowGroups, keys: Tensor, values: Tensor) -> None:
         self.rows = rows
@@ -78,12 +79,21 @@ class RowsAttention(CachedAttention):
         keys.index_copy_(0, self.rows.slots, k.to(keys.dtype))
         values.index_copy_(0, self.rows.slots, v.to(values.dtype))
         parts = zip(self.rows.parts(q), self.rows.groups, strict=True)
-        cache = keys, values
-        return torch.cat([paged_attention(x, *cache, group, window, scores) for x, group in parts])
+        return torch.cat([_paged(x, keys, values, group, window, scores) for x, group in parts])
 
     def kernel_place(self, heads: int) -> CachePlace | None:
         """The CPU kernel reads blocks from the host; these are on the device."""
         return None
+
+
+def _paged(
+    q: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, window: int | None, scores: Scores
+) -> Tensor:
+    if not gpu_takes(q):
+        return paged_attention(q, keys, values, rows, window, scores)
+    from peagle.kernels.gpu import attention as gpu
+
+    return gpu.paged_attention(q.contiguous(), keys, values, rows, window, scores=scores)
 
 
 class MaskedAttention:
