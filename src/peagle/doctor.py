@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -66,13 +67,17 @@ def guarded(check: str, findings: Iterable[Finding]) -> Iterator[Finding]:
         yield Finding("error", check, error.message, error.hint)
 
 
-def examine_data(folder: Path, model: str) -> Iterator[Finding]:
+def examine_data(
+    folder: Path, model: str, template_kwargs: Mapping[str, Any] | None = None
+) -> Iterator[Finding]:
+    """`template_kwargs`: the variables of the chat template that serving sets."""
     dataset = Dataset(folder)
     target = resolve_model(model)
     tokenizer, config = load_tokenizer(target), load_config(target)
     rows = sample_rows(dataset)
     yield from check_fingerprints(dataset.manifest["made_by"], model, tokenizer)
-    yield from check_frame(rows, tokenizer)
+    yield check_template_kwargs(dataset.manifest["made_by"], template_kwargs or {})
+    yield from check_frame(rows, tokenizer, dataset.manifest["made_by"])
     yield check_vocabulary(rows, int(config.vocab_size))
     yield from check_mask(dataset, rows)
     yield from check_answers(dataset)
@@ -109,16 +114,24 @@ def check_fingerprints(made_by: dict[str, Any], model: str, tokenizer: Any) -> I
             yield Finding("error", what, "not that of the target", again)
 
 
+def check_template_kwargs(made_by: Mapping[str, Any], served: Mapping[str, Any]) -> Finding:
+    """A head that learned one reasoning mode drafts poorly in another."""
+    prepared = made_by.get("chat_template_kwargs", {})
+    message = f"the data was prepared with {json.dumps(prepared)}, served is {json.dumps(served)}"
+    hint = "give --chat-template-kwargs as served, or prepare the data again with it"
+    return graded("reasoning mode", message, warning=prepared != served, hint=hint)
+
+
 def same_target(recorded: str, model: str) -> bool:
     """Two references, one of which may be the folder that the other stands for."""
     return recorded == model or Path(recorded) == resolve_model(model)
 
 
-def check_frame(rows: Rows, tokenizer: Any) -> Iterator[Finding]:
+def check_frame(rows: Rows, tokenizer: Any, made_by: Mapping[str, Any]) -> Iterator[Finding]:
     """Do rows begin, and answers follow, as the template writes it? Needs no manifest."""
     if not tokenizer.chat_template:
         return
-    start, end = template_frame(tokenizer)
+    start, end = template_frame(tokenizer, made_by.get("chat_template_kwargs", {}))
     begins = [tokens[: len(start)].tolist() == start for tokens, _ in rows]
     hint = "prepare with this target's chat template: it is what serving sends"
     wrong = 1 - sum(begins) / len(begins)
@@ -132,7 +145,9 @@ def check_frame(rows: Rows, tokenizer: Any) -> Iterator[Finding]:
     yield graded("answer start", message, warning=wrong > 0, error=wrong > 0.5, hint=hint)
 
 
-def template_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+def template_frame(
+    tokenizer: Any, kwargs: Mapping[str, Any] | None = None
+) -> tuple[list[int], list[int]]:
     """Tokens that every templated prompt begins with, and those that it ends with."""
     reader = PromptReader(tokenizer)
     probes = [
@@ -143,7 +158,7 @@ def template_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     prompts = []
     for probe in probes:
         try:
-            prompts.append(reader.render_chat(probe)["prompt_token_ids"])
+            prompts.append(reader.render_chat(probe, kwargs=kwargs)["prompt_token_ids"])
         except RequestError:  # some templates know no system message
             continue
     backwards = [prompt[::-1] for prompt in prompts]

@@ -206,3 +206,15 @@ def test_a_head_for_another_target_does_not_fit(
     assert "vocabulary" in found["fit"]["message"]
     assert found["target"]["level"] == level
     assert message in found["target"]["message"]
+
+
+def test_data_of_another_reasoning_mode_is_found(
+    command: Shell, model: str, data: str, tmp_path: Path
+) -> None:
+    mode = {"enable_thinking": False}
+    other = rewrite(data, tmp_path / "data", chat_template_kwargs=mode)
+    command("doctor", "--data", other, "--model", model, "--json")
+    assert levels(command)["reasoning mode"] == "warning"
+    given = ("--chat-template-kwargs", '{"enable_thinking": false}')
+    command("doctor", "--data", other, "--model", model, *given, "--json")
+    assert levels(command)["reasoning mode"] == "ok"

@@ -9,6 +9,7 @@ import typer
 
 from peagle.cli import render
 from peagle.cli.flags import Json, expand_flags
+from peagle.cli.flags.answers import template_kwargs
 from peagle.cli.flags.engine import EngineFlags
 from peagle.errors import ConfigError
 
@@ -24,6 +25,10 @@ def doctor(
     model: Annotated[str, typer.Option(help="The target that is served.")],
     data: Annotated[Path | None, typer.Option(help="A folder of peagle prepare.")] = None,
     head: Annotated[str | None, typer.Option(help="A head for this target.")] = None,
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(help="Variables of the chat template, as served.", metavar="JSON"),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check data and head against the target they are for. Exit code 1 if something is wrong.
@@ -42,7 +47,8 @@ def doctor(
     if pair is not None:
         findings += guarded("head", examine_configs(pair, model))
     if data is not None:
-        findings += guarded("data", examine_data(data, model))
+        served = template_kwargs(chat_template_kwargs)
+        findings += guarded("data", examine_data(data, model, served))
     if head is not None:
         findings += guarded("head", examine_head(head, model, engine.config(), data))
     for finding in findings:
