@@ -12,6 +12,7 @@ target       the native target, one decoder for all families
 adapter      any other causal language model as a target, by transformers' modules
 head_config  what a head's config.json says
 output       the last rows of either, before anybody needs their logits
+correction   what a mask row predicts once the draft before it is known
 eagle        the network that P-EAGLE and EAGLE-3 share
 masks        who may attend to whom in training, as named predicates
 rollouts     (anchor, depth) elements of parallel prediction, as flat rows
