@@ -87,7 +87,6 @@ MUTANTS = (
     Mutant("engine/prefix_cache.py", "popitem(last=False)", "popitem()", PREFIXES),
     Mutant("engine/blocks.py", "            self._prefixes.take(block)\n", "", PREFIXES),
     Mutant("engine/blocks.py", "reversed(table.blocks)", "table.blocks", PREFIXES),
-    Mutant("engine/blocks.py", "range(table.num_known, len(keys))", "range(len(keys))", PREFIXES),
     Mutant("engine/scheduler.py", "slot.num_launched >= reach", "False", PREFIXES),
     Mutant(
         "engine/scheduler.py",

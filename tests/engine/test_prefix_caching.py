@@ -207,6 +207,43 @@ def test_a_second_turn_computes_only_what_is_new(method: str, static: bool) -> N
     assert stats.hits == request.num_cached_tokens
 
 
+@both_forms
+def test_rows_beyond_the_drafters_positions_are_not_known(static: bool) -> None:
+    """Prompts take steps of 8 rows; a head of 24 positions reads three of them."""
+    net = network("p-eagle", 24)
+    jobs = [Job([n * 7 % VOCAB for n in range(40)], GREEDY), Job(list(range(20)), GREEDY)]
+    sequences = naive.known(target(), jobs)
+    options = {"max_num_batched_tokens": 8, "static": static}
+    engine = engines.make_engine(target(), scripted(net, sequences), 4, **options)
+    poison(engine)
+    requests = engines.run(engine, jobs)
+    check_known_blocks(engine, sequences, net)
+    again = engines.run(engine, [Job(s, j.params) for s, j in zip(sequences, jobs, strict=True)])
+    assert [r.num_cached_tokens for r in again] == [24, 20]
+    naive.check(target(), requests, jobs)
+
+
+@both_forms
+@pytest.mark.parametrize("method", ["plain", "p-eagle"])
+def test_of_a_prompt_that_is_given_up_the_launched_rows_are_known(
+    method: str, static: bool
+) -> None:
+    net = None if method == "plain" else network(method)
+    job = Job([n * 7 % VOCAB for n in range(40)], GREEDY)
+    sequences = naive.known(target(), [job])
+    options = {"max_num_batched_tokens": 10, "static": static}
+    engine = engines.make_engine(target(), scripted(net, sequences), 4, **options)
+    poison(engine)
+    request = engine.add_request("0", job.prompt, job.params)
+    engine.step()
+    engine.step()
+    engine.abort_request(request)
+    assert check_known_blocks(engine, sequences, net) == 5  # of 20 rows
+    (again,) = engines.run(engine, [job])
+    assert again.num_cached_tokens == 20
+    naive.check(target(), [again], [job])
+
+
 def test_requests_that_come_together_compute_their_common_beginning_once() -> None:
     engine = engines.make_engine(target(), max_num_seqs=4)
     jobs = [Job([*range(20), n], dataclasses.replace(GREEDY, max_tokens=3)) for n in range(4)]
