@@ -81,7 +81,7 @@ class StepCosts:
         guess = self._guess(rows, is_off)
         if not self._places:
             return guess
-        here = np.stack([self._point(batch, n, is_off) for n in rows.tolist()])
+        here = self._point(batch, rows, is_off)
         distance = np.abs(here[:, None] - self._points).sum(2) / self.REACH  # [n, points]
         nearest = distance.min(1, keepdims=True)  # of far ones, too, something counts
         weights = self._weights * np.exp(nearest - distance)
@@ -92,8 +92,11 @@ class StepCosts:
     def _guess(self, rows: int | Counts, is_off: bool) -> Numbers:
         return np.asarray(1.0 + np.asarray(rows) / self.free_rows) * (self.OFF_SHARE**is_off)
 
-    def _point(self, batch: int, rows: int, is_off: bool) -> Numbers:
-        return np.array([math.log(batch), math.log(rows), self.OFF_DISTANCE * is_off])
+    def _point(self, batch: int, rows: Counts, is_off: bool) -> Numbers:
+        """[n] -> [n, 3]"""
+        return np.stack(
+            np.broadcast_arrays(math.log(batch), np.log(rows), is_off * self.OFF_DISTANCE), axis=-1
+        )
 
     def _place(self, batch: int, rows: int, is_off: bool) -> int:
         """Of a kind of step; the first of its kind is believed to be what is expected."""
@@ -103,7 +106,7 @@ class StepCosts:
             expected = self.estimate(batch, np.array([rows]), is_off=is_off)[0]
             ratio = np.log(expected / self._guess(rows, is_off))
             self._places[key] = len(self._places)
-            self._points = np.vstack((self._points, self._point(batch, rows, is_off)))
+            self._points = np.vstack((self._points, self._point(batch, np.array([rows]), is_off)))
             self._logs, self._weights = np.append(self._logs, ratio), np.append(self._weights, 1.0)
         return self._places[key]
 
