@@ -46,6 +46,8 @@ REFERENCE = ("kernels/reference/test_linear.py",)
 TREES = ("engine/test_trees.py",)
 GRAMMAR = ("engine/test_structured_outputs.py",)
 PREFIXES = "engine/test_prefix_caching.py", "engine/test_blocks.py"
+AUTO = ("engine/test_auto.py",)
+BUDGET = ("speculation/test_budget.py",)
 GROWN_TREES = ("speculation/test_trees.py",)
 SCHEDULER = (
     "engine/test_scheduler.py",
@@ -311,6 +313,16 @@ MUTANTS = (
         '"target_hidden_size": config.target_hidden_size',
         '"target_hidden_size": config.hidden_size',
         LAYOUT,
+    ),
+    # How many drafts a step verifies.
+    Mutant("speculation/budget.py", "steps = batch - fewer", "steps = batch", BUDGET),
+    Mutant("speculation/budget.py", "np.where(fits, tokens", "np.where(True, tokens", BUDGET),
+    Mutant("engine/step.py", "drafting.drafter.feed(batch)", "pass", AUTO),
+    Mutant(
+        "kernels/reference/batch.py",
+        "num_drafts = num_depths = num_depths.clamp(max=max_depth)",
+        "num_drafts = num_depths",
+        ("kernels/reference/test_batch.py",),
     ),
 )
 
