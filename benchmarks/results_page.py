@@ -638,7 +638,7 @@ def cpu_under_load() -> str:
             num_nodes = found["num_draft_nodes"] or 0
             best = label(found["method"], found["num_speculative_tokens"], num_nodes)
         gain = found["gain"]
-        shown = f"{gain['mean']:.2f}x ({gain['low']:.2f} to {gain['high']:.2f})" if gain else ""
+        shown = f"{gain['value']:.2f}x ({gain['low']:.2f} to {gain['high']:.2f})" if gain else ""
         rows.append([found["load"], best, "" if found["off"] else shown])
     agreed = report["lossless"]
     manifest = report["manifest"]

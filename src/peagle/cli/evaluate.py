@@ -125,7 +125,7 @@ def _print_tables(results: dict[str, Evaluation], file: Any) -> None:
         everything = result.groups["all"][-1]
         rates = [
             ["accepted", *(f"{x:.2f}" for x in everything.per_position_acceptance)],
-            ["... if all before were", *(f"{x:.2f}" for x in everything.conditional_acceptance)],
+            ["accepted, if all before it were", *(f"{x:.2f}" for x in everything.conditional_acceptance)],
         ]
         titles = ("draft", *(str(n) for n in range(1, len(rates[0]))))
         render.print_table(f"per position at K={k}, {way}", titles, rates, file=file)

@@ -43,14 +43,14 @@ def test_speed_ups_are_of_the_best_k_under_each_load(grid: Results) -> None:
     points = series.speed_ups(grid)["chat"]["p-eagle"]
     assert [p.load for p in points] == ["1", "4", "16"]
     cells = {
-        c.num_speculative_tokens: s.otps.mean
+        c.num_speculative_tokens: s.otps.value
         for c in grid.cells
         if c.workload == "chat" and c.concurrency == 4 and (s := c.summary())
         if c.method in ("none", "p-eagle")
     }
     best = max((k for k in cells if k), key=cells.__getitem__)
     assert points[1].k == best
-    assert points[1].gain.mean == pytest.approx(cells[best] / cells[0], rel=0.001)
+    assert points[1].gain.value == pytest.approx(cells[best] / cells[0], rel=0.001)
 
 
 def test_acceptance_counts_all_loads_together(grid: Results) -> None:

@@ -16,7 +16,13 @@ from peagle.bench.analysis.tune import tune
 from peagle.bench.report.answers import samples_block
 from peagle.bench.report.page import build_page, write_plots, write_report
 from peagle.bench.report.plots import all_plots
-from peagle.bench.report.verdict import headline, lossless_verdict, sentences
+from peagle.bench.report.verdict import (
+    headline,
+    key_figures,
+    lossless_details,
+    lossless_verdict,
+    sentences,
+)
 from peagle.bench.results.document import Agreement, Lossless, Results
 
 from ..made import make_cell, make_lossless, make_results, make_samples, modelled_grid
@@ -164,7 +170,7 @@ def test_answers_stand_in_order_under_short_names_without_texts_that_are_not_our
 def test_the_headline_says_what_tune_says() -> None:
     grid = modelled_grid()
     best = tune(grid).overall.best
-    assert headline(tune(grid)).startswith(f"{best.name} answers {best.gain.mean:.2f} times")
+    assert headline(tune(grid)).startswith(f"{best.name} answers {best.gain.value:.2f} times")
     slow = make_results([make_cell(), make_cell("ngram", 3, (50.0, 51.0, 49.0))])
     assert "does not pay" in headline(tune(slow))
     assert "does not pay" in build_page(slow)
@@ -181,10 +187,10 @@ def test_loads_where_speculation_loses_are_named() -> None:
 def test_the_losslessness_verdict_depends_on_the_gaps() -> None:
     assert "all 240 greedy answers equal" in lossless_verdict(make_lossless(), "float32")
     near = lossless_verdict(make_lossless(3, gap=1e-4), "float32")
-    assert "3 of 240" in near
-    assert "near ties" in near
+    assert "nearly tied" in near
+    assert "3 of 240" in " ".join(lossless_details(make_lossless(3, gap=1e-4), "float32"))
     assert "Look into it" in lossless_verdict(make_lossless(3, gap=0.1), "float32")
-    assert "near ties" in lossless_verdict(make_lossless(3, gap=0.1), "bfloat16")
+    assert "nearly tied" in lossless_verdict(make_lossless(3, gap=0.1), "bfloat16")
     assert "Look into it" in lossless_verdict(make_lossless(1, gap=-2.0), "bfloat16")
     assert "not known" in lossless_verdict(make_lossless(1, gap=None), "float32")
     assert "not checked" in lossless_verdict(None, "float32")
@@ -194,15 +200,15 @@ def test_differences_without_speculation_are_told_apart_from_those_with_it() -> 
     found = Lossless(
         300, 30, plain=Agreement(60, 10, 4, 0.05, 0.62), speculative=Agreement(240, 20, 9, 0.1, 0.6)
     )
-    words = lossless_verdict(found, "bfloat16")
-    assert "20 of 240 greedy answers with speculation leave those without it" in words
-    assert "9 of these places" in words
+    assert "as plain answers do between loads" in lossless_verdict(found, "bfloat16")
+    words = " ".join(lossless_details(found, "bfloat16"))
+    assert "With speculation 20 of 240 greedy answers differ from plain decoding's" in words
+    assert "9 places that were examined" in words
     assert "at most 0.6 apart" in words
-    assert "Without speculation 10 of 60 greedy answers leave" in words
-    assert "near ties that rounding in bfloat16 breaks" in words
-    assert "Look into it" not in words
+    assert "Without speculation 10 of 60 greedy answers differ" in words
     same = replace(found, plain=Agreement(60, 0))
-    assert "Without speculation all 60 are the same" in lossless_verdict(same, "bfloat16")
+    assert "all 60 are the same" in " ".join(lossless_details(same, "bfloat16"))
+    assert "as plain answers do" not in lossless_verdict(same, "bfloat16")
     wrong = replace(found, speculative=Agreement(240, 20, 9, 0.1, 3.0))
     assert "more than rounding in bfloat16 was seen to explain" in lossless_verdict(
         wrong, "bfloat16"

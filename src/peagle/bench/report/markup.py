@@ -88,7 +88,7 @@ def ratio(gain: Interval) -> str:
     bounds = (
         "" if gain.low is None or gain.high is None else f" ({gain.low:.2f}&ndash;{gain.high:.2f})"
     )
-    return f"{gain.mean:.2f}{TIMES}{bounds}"
+    return f"{gain.value:.2f}{TIMES}{bounds}"
 
 
 def number(value: float | None) -> str:
@@ -101,8 +101,8 @@ def share(value: float | None) -> str:
 
 def speed_with_bounds(speed: Interval) -> str:
     if speed.half_width is None:
-        return f"{speed.mean:,.1f}"
-    return f"{speed.mean:,.1f} &plusmn; {speed.half_width:,.1f}"
+        return f"{speed.value:,.1f}"
+    return f"{speed.value:,.1f} &plusmn; {speed.half_width:,.1f}"
 
 
 def partial_mark(cell: Cell) -> str:

@@ -65,7 +65,7 @@ def speed_up_plot(results: Results) -> Plot | None:
         for n, (name, points) in enumerate(found[workload].items()):
             aside = (n - (len(found[workload]) - 1) / 2) * BESIDE
             x = [loads.index(p.load) + aside for p in points]
-            y = [p.gain.mean for p in points]
+            y = [p.gain.value for p in points]
             _errors(axes, x, points, look_of(name, names))
             draw_line(axes, x, y, look_of(name, names))
             for position, value, point in list(zip(x, y, points, strict=True))[:-1]:
@@ -108,8 +108,8 @@ def _gains_in_words(found: Mapping[str, Mapping[str, Sequence[series.SpeedUp]]])
     return "; ".join(
         f"{workload}: "
         + ", ".join(
-            f"{name} {points[0].gain.mean:.2f}x at {points[0].load} "
-            f"and {points[-1].gain.mean:.2f}x at {points[-1].load}"
+            f"{name} {points[0].gain.value:.2f}x at {points[0].load} "
+            f"and {points[-1].gain.value:.2f}x at {points[-1].load}"
             for name, points in lines.items()
         )
         for workload, lines in found.items()

@@ -40,7 +40,7 @@ def what_to_run(tuning: Tuning) -> str:
             text(advice.load),
             text("off" if advice.off else advice.best.name),
             DASH if advice.off else ratio(advice.best.gain),
-            f"{advice.best.otps.mean:,.1f}",
+            f"{advice.best.otps.value:,.1f}",
             text(_tied(advice)) or DASH,
         ]
         for advice in tuning.by_load
@@ -89,7 +89,7 @@ def _speed_column(place: Place, cells: Mapping[Setting, Cell]) -> dict[Setting, 
         value = f"{speeds[setting]:,.1f}{partial_mark(cell)}"
         value = f"<strong>&#9733; {value}</strong>" if speeds[setting] == most else value
         if setting in gained and setting.method != NONE:
-            value += f' <span class="small">{gained[setting].mean:.2f}{TIMES}</span>'
+            value += f' <span class="small">{gained[setting].value:.2f}{TIMES}</span>'
         column[setting] = value
     return column
 
