@@ -69,7 +69,8 @@ def print_table(
     console = console_for(file or sys.stdout)
     table = [_Column(*cells) for cells in zip(columns, *rows, strict=True)]
     for number, part in enumerate(_parts(table, names, console.width)):
-        console.print(_rich_table(title if number == 0 else None, part, console.width))
+        widths = _widths(part, names, console.width)
+        console.print(_rich_table(title if number == 0 else None, part, widths))
 
 
 def console_for(file: IO[str]) -> Console:
@@ -107,9 +108,9 @@ def _needed(columns: Sequence[_Column]) -> int:
     return 1 + sum(column.least + PADDING for column in columns)
 
 
-def _widths(columns: Sequence[_Column], width: int) -> list[int]:
-    """Each at least its longest word; what is left goes to the narrowest that want more. A word
-    that is wider than the screen, such as a path, is given what there is."""
+def _widths(columns: Sequence[_Column], names: int, width: int) -> list[int]:
+    """Each at least its longest word; what is left goes to names, then to the narrowest that want
+    more. A word that is wider than the screen, such as a path, is given what there is."""
     spare = width - _needed(columns)
     widths = [column.least for column in columns]
     widest = max(range(len(widths)), key=widths.__getitem__)
@@ -118,15 +119,14 @@ def _widths(columns: Sequence[_Column], width: int) -> list[int]:
         wanting = [n for n, column in enumerate(columns) if widths[n] < column.most]
         if not wanting:
             break
-        widths[min(wanting, key=widths.__getitem__)] += 1
+        widths[min(wanting, key=lambda n: (n >= names, widths[n]))] += 1
     return widths
 
 
-def _rich_table(title: str | None, columns: Sequence[_Column], width: int) -> Table:
+def _rich_table(title: str | None, columns: Sequence[_Column], widths: Sequence[int]) -> Table:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", title_style="bold")
-    widths = _widths(columns, width)
     for column, own in zip(columns, widths, strict=True):
         table.add_column(_folded(column.title, own), justify=column.justify, width=own)
     for row in zip(*(column.values for column in columns), strict=True):

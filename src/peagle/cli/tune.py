@@ -135,7 +135,7 @@ def _advice_row(advice: Advice) -> list[str]:
         advice.best.name if not advice.off else "none (off)",
         with_spread(advice.best.otps),
         NOTHING if advice.off else factor_with_bounds(advice.best.gain),
-        ", ".join(c.name for c in advice.tied) or NOTHING,
+        advice.tied_names or NOTHING,
     ]
 
 

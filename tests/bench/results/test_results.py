@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,13 @@ from peagle.bench.results.document import (
     load_results,
     save_results,
 )
-from peagle.bench.results.intervals import T_QUANTILES, median_interval, percentile, t_quantile
+from peagle.bench.results.intervals import (
+    T_QUANTILES,
+    median_interval,
+    median_over_mean,
+    percentile,
+    t_quantile,
+)
 from peagle.errors import DataError
 
 RUN = CellRun(
@@ -144,7 +149,7 @@ def test_percentile_is_numpys(values: list[float], share: float) -> None:
 
 def test_the_interval_of_three_repeats_is_students_for_a_median() -> None:
     interval = median_interval([10.0, 14.0, 12.0])  # deviation 2, t(2) = 4.3027, root 3
-    half = math.sqrt(math.pi / 2) * 4.302653 * 2.0 / 3**0.5
+    half = 1.16 * 4.302653 * 2.0 / 3**0.5
     assert (interval.value, interval.least, interval.most) == (12.0, 10.0, 14.0)
     assert (interval.low, interval.high) == pytest.approx((12.0 - half, 12.0 + half))
     assert interval.half_width == pytest.approx(half)
@@ -167,6 +172,14 @@ def test_the_interval_covers_the_median_at_least_as_often_as_it_says(repeats: in
     found = [median_interval(values) for values in samples.tolist()]
     inside = [i.low <= 5.0 <= i.high for i in found]  # type: ignore[operator]
     assert 0.945 < np.mean(inside) < 0.985
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_a_median_scatters_as_much_more_than_a_mean_as_is_said(count: int) -> None:
+    samples = np.random.default_rng(count).normal(0.0, 1.0, (200_000, count))
+    ratio = np.median(samples, axis=1).std() / samples.mean(axis=1).std()
+    assert ratio <= median_over_mean(count) * 1.01
+    assert ratio == pytest.approx(median_over_mean(count), rel=0.01 if count < 8 else 0.1)
 
 
 def test_quantile_goes_on_smoothly_beyond_the_table() -> None:

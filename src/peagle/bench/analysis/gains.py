@@ -16,8 +16,8 @@ from statistics import fmean, median, variance
 from peagle.bench.results.document import Cell
 from peagle.bench.results.intervals import (
     FEWEST_DEGREES,
-    MEDIAN_OVER_MEAN,
     Interval,
+    median_over_mean,
     t_quantile,
 )
 from peagle.bench.results.settings import NONE, Place, Setting, usable_repeats, usable_runs
@@ -35,6 +35,14 @@ def gains_at(place: Place, cells: Mapping[Setting, Cell]) -> dict[Setting, Inter
     if place.is_open_loop:
         return {}
     return gains({setting: speeds_of(cell) for setting, cell in cells.items()})
+
+
+def fastest_at(place: Place, cells: Mapping[Setting, Cell]) -> Setting:
+    """What gains most, which is what advice names; without gains, what has most tokens/s."""
+    gained = gains_at(place, cells)
+    if gained:
+        return max(gained, key=lambda setting: gained[setting].value)
+    return max(cells, key=lambda setting: median(speeds_of(cells[setting]).values()))
 
 
 def gains(speeds: Mapping[Setting, Speeds]) -> dict[Setting, Interval]:
@@ -144,6 +152,6 @@ def _median_log(speeds: Iterable[float]) -> float:
 
 def _from_logs(center: float, half: float, count: int) -> Interval:
     """`half`: half the width of the interval that a mean of so many logarithms has."""
-    half *= MEDIAN_OVER_MEAN
+    half *= median_over_mean(count)
     bounds = math.exp(center - half), math.exp(center + half)
     return Interval(math.exp(center), *bounds, num_values=count)

@@ -40,6 +40,7 @@ from peagle.errors import DataError
 ALL = "all"
 Cells = Mapping[Setting, Cell]
 SECONDS_PER_HOUR = 3600
+MOST_NAMED = 4  # settings that are as good as the one that is advised
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,13 @@ class Advice:
     @property
     def off(self) -> bool:
         return self.best.setting.method == NONE
+
+    @property
+    def tied_names(self) -> str:
+        """`p-eagle K=5, eagle3 K=7 and 3 more`; empty without any."""
+        names = [choice.name for choice in self.tied]
+        more = len(names) - MOST_NAMED
+        return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
     @property
     def plain(self) -> Choice:

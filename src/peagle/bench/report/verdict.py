@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from peagle.bench.analysis.gains import fastest_at
 from peagle.bench.analysis.series import looping_share
 from peagle.bench.analysis.tune import Advice, Tuning
 from peagle.bench.results.document import (
@@ -20,12 +21,11 @@ from peagle.bench.results.figures import (
     counted,
     factor,
     factor_with_bounds,
+    figure,
     joined,
     length,
-    quantity,
     share,
 )
-from peagle.bench.results.intervals import Interval
 from peagle.bench.results.settings import NONE, by_place, series_names, short_name, usable_runs
 
 # Two tokens within it (log-probability) are a tie that rounding may break either way.
@@ -72,19 +72,18 @@ def key_figures(results: Results, tuning: Tuning | None) -> list[KeyFigure]:
 
 
 def _peak(results: Results) -> Iterator[KeyFigure]:
-    """The fastest cell: the same that a table of speeds marks."""
+    """Of the cells that the tables of speeds mark, the fastest."""
     names = series_names(results.cells)
-    cells = [
-        (summary.otps, place, setting)
-        for place, cells in by_place(results.cells).items()
-        for setting, cell in cells.items()
-        if not place.is_open_loop and (summary := cell.summary()) is not None
-    ]
-    if cells:
-        speed, place, setting = max(cells, key=lambda found: found[0].value)
+    marked = []
+    for place, cells in by_place(results.cells).items():
+        setting = fastest_at(place, cells)
+        summary = cells[setting].summary()
+        if not place.is_open_loop and summary is not None:
+            marked.append((summary.otps, place, setting))
+    if marked:
+        speed, place, setting = max(marked, key=lambda found: found[0].value)
         where = f"{short_name(setting, names)}, {place.workload} {load_in_words(place.load)}"
-        shown = quantity(speed.value, speed.half_width)
-        yield KeyFigure(shown, f"output tokens per second at most: {where}")
+        yield KeyFigure(figure(speed), f"output tokens per second at most: {where}")
 
 
 def _equality(lossless: Lossless, dtype: str) -> Iterator[KeyFigure]:
@@ -98,7 +97,7 @@ def _equality(lossless: Lossless, dtype: str) -> Iterator[KeyFigure]:
         what = f"of {count(found.compared)} greedy answers differ from those without speculation"
         yield KeyFigure(count(found.different), what)
     elif found.largest_gap <= _near_tie(dtype):
-        what = f"of {counted(found.num_gaps, 'difference')} examined is more than a near tie"
+        what = f"of {counted(found.num_gaps, 'difference')} examined go beyond a near tie"
         yield KeyFigure("0", what)
     else:
         what = f"largest gap between two tokens: more than rounding in {dtype} explains"
@@ -140,9 +139,8 @@ def _speed(tuning: Tuning) -> Iterator[str]:
                 f"best with {last.best.name}."
             )
     off = [a for a in tuning.by_load if a.off]
-    if off:
-        places = joined([load_in_words(a.load) for a in off])
-        yield f"Speculation should be off {places}: {off[0].why}."
+    for advice in off:
+        yield f"Speculation should be off {load_in_words(advice.load)}: {advice.why}."
     losing = [a for a in tuning.by_place if a.off and a.load not in {b.load for b in off}]
     if losing:
         yield f"It does not pay for {joined([_place(a) for a in losing])}."

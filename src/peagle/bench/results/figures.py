@@ -22,17 +22,22 @@ def quantity(value: float, spread: float | None = None) -> str:
     return at_place(value, _place(value, spread))
 
 
-def with_spread(figure: Interval) -> str:
+def with_spread(measured: Interval) -> str:
     """`38.8 ± 2.1`; of too few repeats, or of wild ones, their range: `38.8 (36.0 to 41.6)`."""
-    half = figure.half_width
-    if half is not None and half <= TOO_WIDE * figure.value:
-        place = _place(figure.value, half)
-        return f"{at_place(figure.value, place)} ± {at_place(_rounded_up(half, place), place)}"
-    if figure.num_values == 1 or figure.least is None or figure.most is None:
-        return quantity(figure.value)
-    place = _place(figure.value, (figure.most - figure.least) / 2)
-    ends = at_place(figure.least, place), at_place(figure.most, place)
-    return f"{at_place(figure.value, place)} ({ends[0]} to {ends[1]})"
+    half = measured.half_width
+    if half is not None and half <= TOO_WIDE * measured.value:
+        place = _place(measured.value, half)
+        return f"{at_place(measured.value, place)} ± {at_place(_rounded_up(half, place), place)}"
+    if measured.num_values == 1 or measured.least is None or measured.most is None:
+        return quantity(measured.value)
+    place = _place(measured.value, (measured.most - measured.least) / 2)
+    ends = at_place(measured.least, place), at_place(measured.most, place)
+    return f"{at_place(measured.value, place)} ({ends[0]} to {ends[1]})"
+
+
+def figure(measured: Interval) -> str:
+    """`38.8`, with the digits that `with_spread` shows."""
+    return with_spread(measured).partition(" ")[0]
 
 
 def factor(ratio: Interval) -> str:
@@ -106,9 +111,9 @@ def _place(value: float, spread: float | None) -> int:
 
 
 def _factor_place(ratio: Interval) -> int:
-    """Two digits behind the point at most."""
+    """One or two digits behind the point."""
     half = ratio.half_width
-    return -2 if half is None else min(0, max(-2, _place(ratio.value, half)))
+    return -2 if half is None else min(-1, max(-2, _place(ratio.value, half)))
 
 
 def _rounded_up(spread: float, place: int) -> float:

@@ -13,9 +13,9 @@ from statistics import median, stdev
 
 LEVEL = 0.95
 FEWEST_DEGREES = 2  # with one, t is 12.7: an interval that says nothing
-# A median scatters more than a mean: by this factor for many values of a normal distribution, by
-# less for few (three: 1.16), so that intervals are rather too wide.
-MEDIAN_OVER_MEAN = math.sqrt(math.pi / 2)
+# How much more a median of 1, 2, ... values of a normal distribution scatters than their mean.
+MEDIAN_OVER_MEAN = (1.0, 1.0, 1.160, 1.092, 1.198, 1.135, 1.214)
+OF_MANY = math.sqrt(math.pi / 2)
 # 0.975 quantiles of Student's t for 1, 2, ... degrees of freedom.
 T_QUANTILES = (
     *(12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157),
@@ -50,8 +50,12 @@ def median_interval(values: Sequence[float]) -> Interval:
     middle, count, ends = median(values), len(values), (min(values), max(values))
     if count - 1 < FEWEST_DEGREES:
         return Interval(middle, None, None, count, *ends)
-    half = t_quantile(count - 1) * MEDIAN_OVER_MEAN * stdev(values) / math.sqrt(count)
+    half = t_quantile(count - 1) * median_over_mean(count) * stdev(values) / math.sqrt(count)
     return Interval(middle, middle - half, middle + half, count, *ends)
+
+
+def median_over_mean(count: int) -> float:
+    return MEDIAN_OVER_MEAN[count - 1] if count <= len(MEDIAN_OVER_MEAN) else OF_MANY
 
 
 def t_quantile(degrees: int) -> float:
