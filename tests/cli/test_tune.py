@@ -67,6 +67,28 @@ def test_nothing_to_gain_means_no_flags(shell: Shell, tmp_path: Path) -> None:
     assert "vLLM:" not in shell.out
 
 
+def test_where_it_is_off_the_fastest_is_among_those_as_good(shell: Shell, tmp_path: Path) -> None:
+    cells = [make_cell(), make_cell("p-eagle", 5, (140.0, 90.0, 110.0)),
+             make_cell("p-eagle", 3, (101.0, 99.0, 100.0))]  # fmt: skip
+    save_results(make_results(cells), tmp_path)
+    assert shell("tune", str(tmp_path), "--json") == 0
+    found = shell.json["by_load"][0]
+    assert found["off"]
+    assert "the fastest, p-eagle K=5, gains" in found["why"]
+    assert [s["num_speculative_tokens"] for s in found["as_good_within_noise"]] == [5, 3]
+
+
+def test_figures_of_one_output_have_one_format(shell: Shell, tmp_path: Path) -> None:
+    cells = [make_cell(speeds=(73_000.4, 73_100.0, 72_900.0)),
+             make_cell("p-eagle", 5, (138_762.3, 138_800.0, 138_700.0))]  # fmt: skip
+    save_results(make_results(cells), tmp_path)
+    assert shell("tune", str(tmp_path), "--gpu-dollars-per-hour", "3") == 0
+    assert "138,800 ± 200" in shell.out
+    assert "167,000,000" in shell.out
+    assert "0.00601" in shell.out
+    assert "0.0114" in shell.out
+
+
 def test_a_tree_is_advised_for_peagle_and_vllm_is_said_to_draft_none(
     shell: Shell, tmp_path: Path
 ) -> None:

@@ -110,11 +110,11 @@ def _needed(columns: Sequence[_Column]) -> int:
 
 def _widths(columns: Sequence[_Column], names: int, width: int) -> list[int]:
     """Each at least its longest word; what is left goes to names, then to the narrowest that want
-    more. A word that is wider than the screen, such as a path, is given what there is."""
+    more. Where words are too wide for the screen, such as paths, the widest columns give way."""
     spare = width - _needed(columns)
     widths = [column.least for column in columns]
-    widest = max(range(len(widths)), key=widths.__getitem__)
-    widths[widest] = max(1, widths[widest] + min(0, spare))
+    for _ in range(-spare):
+        widths[max(range(len(widths)), key=widths.__getitem__)] -= 1
     for _ in range(spare):
         wanting = [n for n, column in enumerate(columns) if widths[n] < column.most]
         if not wanting:

@@ -152,8 +152,9 @@ def test_a_picture_that_stands_alone_says_what_was_measured(grid: Results) -> No
 def test_the_time_plot_shows_every_load_and_only_parts_that_took_time() -> None:
     results = modelled_grid(workloads=("chat",), loads=(1, 8, 32, 128), ks=(3,))
     cells = [
-        replace(cell, repeats=[replace(run, stats=run.stats | {"draft_time": 0.0})
-                               for run in cell.repeats])  # fmt: skip
+        replace(
+            cell, repeats=[replace(r, stats=r.stats | {"draft_time": 0.0}) for r in cell.repeats]
+        )
         for cell in results.cells
     ]
     for found, parts in ((results, 3), (replace(results, cells=cells), 2)):

@@ -18,7 +18,7 @@ import pytest
 from peagle.bench.analysis.tune import peagle_config, tune
 from peagle.bench.report.answers import samples_block
 from peagle.bench.report.manifest import machine
-from peagle.bench.report.page import page_sections, build_page, write_plots, write_report
+from peagle.bench.report.page import build_page, page_sections, write_plots, write_report
 from peagle.bench.report.plots import all_plots
 from peagle.bench.report.tables import speed_tables, what_to_run
 from peagle.bench.report.verdict import (
@@ -150,9 +150,7 @@ def test_accepted_drafts_are_marked_and_only_they(html: str) -> None:
     answers = html.partition('id="answers"')[2].partition("</section>")[0]
     tokens = re.findall(r'<div class="tokens">(.*?)</div>', answers)
     assert tokens[0] == "The sky is blue."
-    assert tokens[2] == (
-        'The<mark class="draft"> sky is</mark> blue<mark class="draft">.</mark>'
-    )
+    assert tokens[2] == ('The<mark class="draft"> sky is</mark> blue<mark class="draft">.</mark>')
     assert "3 of 5 tokens drafted" in answers
     style = html.partition("mark.draft {")[2].partition("}")[0]
     assert "underline" in style

@@ -118,7 +118,7 @@ def scatter_of(rows: Iterable[Speeds]) -> Scatter:
 
 
 def unpaired_ratio(new: Sequence[float], base: Sequence[float]) -> Interval:
-    """`new` over `base` of two separate measurements (Welch). No bounds if one has too few repeats."""
+    """`new` over `base` of two separate measurements (Welch). No bounds from too few."""
     assert new, "no repeats to compare"
     assert base, "no repeats to compare with"
     center, fewest = _median_log(new) - _median_log(base), min(len(new), len(base))

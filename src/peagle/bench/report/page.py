@@ -48,7 +48,7 @@ def build_page(results: Results) -> str:
     tuning, manifest = _tuning(results), results.manifest
     blocks = {anchor: section(anchor, TITLES[anchor], *found)
               for anchor, found in page_sections(results, tuning).items()}  # fmt: skip
-    links = [f'<a href="#{anchor}">{TITLES[anchor]}</a>' for anchor, block in blocks.items() if block]
+    links = [f'<a href="#{name}">{TITLES[name]}</a>' for name, block in blocks.items() if block]
     return Template(_file("template.html")).substitute(
         title=text(f"{manifest.model}: speculative decoding, measured"),
         heading=text(manifest.model),

@@ -99,7 +99,8 @@ def every_cell(results: Results) -> str:
         for place, cells in by_place(results.cells).items()
         for row in _cell_rows(place, cells, names)
     ]
-    known = [n for n in range(len(columns)) if any(row[n] != or_nothing(figures.NOTHING) for row in rows)]
+    nothing = or_nothing(figures.NOTHING)
+    known = [n for n in range(len(columns)) if any(row[n] != nothing for row in rows)]
     inner = table(
         [columns[n] for n in known], [[row[n] for n in known] for row in rows],
         caption="Every cell", kind="wide roomy", words=(1,),
@@ -132,8 +133,8 @@ def _cell_rows(
             figures.share(fmean(busy) if busy else None),
             figures.share(max(others) if others else None),
         )
-        names_of_row = f"{text(place.workload)}, {text(place.load)}", text(short_name(setting, names))
-        yield [*names_of_row, *map(or_nothing, values)]
+        where = f"{text(place.workload)}, {text(place.load)}"
+        yield [where, text(short_name(setting, names)), *map(or_nothing, values)]
 
 
 def _tails(cell: Cell, metric: str) -> str:

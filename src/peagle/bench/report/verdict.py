@@ -134,9 +134,9 @@ def _speed(tuning: Tuning) -> Iterator[str]:
         )
         if len(gains) > 1 and gains[-1] is not most:
             last = gains[-1]
+            gain = factor_with_bounds(last.best.gain)
             yield (
-                f"{load_in_words(last.load).capitalize()} it is {factor_with_bounds(last.best.gain)}, "
-                f"best with {last.best.name}."
+                f"{load_in_words(last.load).capitalize()} it is {gain}, best with {last.best.name}."
             )
     off = [a for a in tuning.by_load if a.off]
     for advice in off:
@@ -187,7 +187,9 @@ def lossless_verdict(lossless: Lossless | None, dtype: str) -> str:
     if found is None or not found.different:
         compared = found.compared if found else lossless.compared
         whose = "greedy answers" + " with speculation" * (lossless.speculative is not None)
-        return f"Same output: all {count(compared)} {whose} equal plain decoding's, token for token."
+        return (
+            f"Same output: all {count(compared)} {whose} equal plain decoding's, token for token."
+        )
     differ = f"{count(found.different)} of {count(found.compared)} greedy answers differ"
     if found.largest_gap is None:
         return f"{differ} from plain decoding's; how close the tokens were is not known."
@@ -207,9 +209,8 @@ def lossless_details(lossless: Lossless | None, dtype: str) -> list[str]:
     plain, found = agreements(lossless)
     sentences = []
     if found is not None:
-        sentences.append(
-            f"With speculation {_count(found)} differ from plain decoding's somewhere. {_gaps(found)}"
-        )
+        differ = f"With speculation {_count(found)} differ from plain decoding's somewhere."
+        sentences.append(f"{differ} {_gaps(found)}")
     if plain is not None and plain.different:
         sentences.append(
             f"Without speculation {_count(plain)} differ from those of the smallest load as well, "

@@ -58,7 +58,7 @@ class CpuMeter:
         ended = _cpu_ticks()
         if self._begun is None or ended is None:
             return
-        total, used, own = (after - before for before, after in zip(self._begun, ended, strict=True))
+        total, used, own = (b - a for a, b in zip(self._begun, ended, strict=True))
         if total >= FEWEST_TICKS:
             self.others = min(1.0, max(0.0, used - own) / total)
 
