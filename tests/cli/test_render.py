@@ -235,6 +235,11 @@ def test_help_shows_every_flag_whole(
             assert {*parameter.opts, *parameter.secondary_opts} <= words
 
 
+def test_help_of_bench_names_what_else_there_is(capsys: Capture) -> None:
+    assert main(["bench", "--help"]) == 0
+    assert "peagle bench compare" in capsys.readouterr().out.partition("Beside it")[2]
+
+
 def test_speeds_are_written_in_one_way() -> None:
     """By `figures`: no file has a format of its own for them."""
     files = [*SOURCE.glob("*.py"), *(SOURCE.parent / "bench").glob("**/*.py")]

@@ -39,7 +39,10 @@ def print_help(command: Any, ctx: Any) -> None:
             panels.setdefault(parameter.rich_help_panel or usual, []).append(entry)
     if commands := list(_commands(command, ctx)):
         panels["Commands"] = commands
-    for title, entries in panels.items():
+    if ctx.parent is not None and ctx.parent.parent is not None:  # one of a group below `peagle`
+        others = [entry for entry in _commands(ctx.parent.command, ctx) if entry[0] != command.name]
+        panels["Beside it"] = [(f"{ctx.parent.command_path} {name}", what) for name, what in others]
+    for title, entries in ((title, found) for title, found in panels.items() if found):
         console.print(_panel(title, entries, console.width))
 
 
