@@ -96,6 +96,7 @@ def test_a_tree_is_advised_for_peagle_and_vllm_is_said_to_draft_none(
     save_results(make_results([make_cell(), tree]), tmp_path)
     assert shell("tune", str(tmp_path)) == 0
     assert "overall: p-eagle N=15 K=5" in shell.out
+    assert "note: N is the number of nodes in a tree of drafts" in shell.out
     assert '"num_draft_nodes": 15' in shell.out
     assert "vLLM:   drafts no trees" in shell.out
     assert "null" not in shell.out

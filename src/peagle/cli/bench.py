@@ -20,7 +20,14 @@ from peagle.bench.results.figures import (
     quantity,
     with_spread,
 )
-from peagle.bench.results.settings import NONE, Setting, by_place, full_name, series_names
+from peagle.bench.results.settings import (
+    NONE,
+    Setting,
+    by_place,
+    full_name,
+    series_names,
+    trees_in_words,
+)
 from peagle.cli import engines, render
 from peagle.cli.flags import Json, expand_flags
 from peagle.cli.flags.bench import BenchFlags
@@ -152,6 +159,8 @@ def print_results(results: Results, *, file: IO[str]) -> None:
         file.write(line + "\n")
     for line in _failures(results):
         file.write(line + "\n")
+    if trees := trees_in_words(results.cells):
+        file.write(f"{trees}\n")
     if busy := busy_sentence(results):
         file.write(f"{busy}\n")
     if results.partial:

@@ -24,6 +24,7 @@ from peagle.bench.analysis.tune import (
 from peagle.bench.report.verdict import lossless_verdict
 from peagle.bench.results.document import Results, load_results
 from peagle.bench.results.figures import NOTHING, count, factor_with_bounds, quantity, with_spread
+from peagle.bench.results.settings import trees_in_words
 from peagle.cli import render
 from peagle.cli.flags import Json
 from peagle.errors import ConfigError
@@ -126,7 +127,8 @@ def print_tuning(
     if results.lossless is not None and results.lossless.different:
         equality = lossless_verdict(results.lossless, results.manifest.dtype)
         lines.append(f"note: {equality} peagle report shows where")
-    _print_lines([*lines, *(f"note: {note}" for note in tuning.notes)], file)
+    notes = [*tuning.notes, trees_in_words(results.cells)]
+    _print_lines([*lines, *(f"note: {note}" for note in notes if note)], file)
 
 
 def _advice_row(advice: Advice) -> list[str]:

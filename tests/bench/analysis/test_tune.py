@@ -163,6 +163,8 @@ def test_one_repeat_has_no_interval_and_says_so() -> None:
     assert tuning.overall.best.gain.low is None
     assert not tuning.overall.off
     assert any("1 repeat only" in note for note in tuning.notes)
+    assert tuning.overall.tied == ()
+    assert tuning.overall.tied_names == "not known"
 
 
 def test_none_alone_is_no_advice_against_drafters() -> None:

@@ -242,6 +242,7 @@ def test_main_tables_have_intervals_or_the_range_of_two_repeats() -> None:
     assert "2.0x" not in shown
     assert "1.98x (2 repeats)" in shown
     assert "±" not in shown
+    assert not re.search("[▲▼≈]", shown), "neither a gain nor noise is known"
 
 
 def text_of(html: str) -> str:

@@ -35,6 +35,7 @@ def test_digits_end_where_the_spread_begins(value: float, spread: float, shown: 
 def test_three_repeats_have_an_interval_and_two_their_range() -> None:
     assert figures.with_spread(median_interval([38.0, 39.0, 38.8])) == "38.8 ± 1.6"
     assert figures.with_spread(median_interval([79_028.0, 67_537.0])) == "73,000 (68,000 to 79,000)"
+    assert figures.with_spread(median_interval([45.69, 45.77])) == "45.7 (45.7 to 45.8)"
     assert figures.with_spread(median_interval([38.84])) == "38.8"
     assert figures.figure(median_interval([79_028.0, 67_537.0])) == "73,000"
 

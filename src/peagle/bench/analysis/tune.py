@@ -62,7 +62,8 @@ class Advice:
     load: str
     choices: tuple[Choice, ...]  # fastest first; none is among them
     best: Choice  # what is advised; none where speculation should be off
-    tied: tuple[Choice, ...]  # others that cannot be told apart from the fastest, or are it
+    # Others that cannot be told apart from the fastest, or are it; none where noise is not known.
+    tied: tuple[Choice, ...]
     why: str
 
     @property
@@ -72,6 +73,8 @@ class Advice:
     @property
     def tied_names(self) -> str:
         """`p-eagle K=5, eagle3 K=7 and 3 more`; empty without any."""
+        if len(self.choices) > 1 and self.choices[0].gain.low is None:
+            return "not known"
         names = [choice.name for choice in self.tied]
         more = len(names) - MOST_NAMED
         return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
@@ -91,11 +94,14 @@ def decide(
     tied = tuple(
         c
         for c in choices
-        if c is not best
-        and not is_above(scatter.ratio(speeds[fastest.setting], speeds[c.setting]), 1.0)
+        if c is not best and _holds_one(scatter.ratio(speeds[fastest.setting], speeds[c.setting]))
     )
     why = _why(fastest, best) if len(choices) > 1 else "no drafter was measured"
     return Advice(workload, load, tuple(choices), best, tied, why)
+
+
+def _holds_one(ratio: Interval) -> bool:
+    return ratio.low is not None and not is_above(ratio, 1.0)
 
 
 def _gains(gain: Interval) -> bool:

@@ -93,14 +93,15 @@ def _data_url(svg: bytes) -> str:
 
 
 def gain(ratio: Interval) -> str:
-    """Coloured, and with a sign for those who see no colours: up, down, or not to be told."""
-    sign, kind = "&asymp;", "even"
+    """Coloured, and with a sign for those who see no colours: up, down, or within noise; neither
+    where too few repeats leave that open."""
+    sign, kind = ("&asymp;&nbsp;", "even") if ratio.low is not None else ("", "unsure")
     if is_above(ratio, 1.0):
-        sign, kind = "&#9650;", "up"
+        sign, kind = "&#9650;&nbsp;", "up"
     elif is_below(ratio, 1.0):
-        sign, kind = "&#9660;", "down"
+        sign, kind = "&#9660;&nbsp;", "down"
     value, _, bounds = factor_with_bounds(ratio).partition(" ")
-    return f'<span class="{kind}">{sign}&nbsp;{value}</span> <span class="small">{bounds}</span>'
+    return f'<span class="{kind}">{sign}{value}</span> <span class="small">{bounds}</span>'
 
 
 def spread(words: str) -> str:

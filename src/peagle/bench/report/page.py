@@ -29,6 +29,7 @@ from peagle.bench.report.plots import LATENCY, all_plots
 from peagle.bench.report.tables import every_cell
 from peagle.bench.report.verdict import lossless_details, lossless_verdict
 from peagle.bench.results.document import Manifest, Results
+from peagle.bench.results.settings import trees_in_words
 from peagle.errors import DataError
 from peagle.files import write_atomic
 
@@ -73,7 +74,7 @@ def page_sections(results: Results, tuning: Tuning | None) -> dict[str, list[str
         "verdict": _verdict(results, tuning),
         "run": _run_this(results.manifest, tuning) if tuning else [],
         "table": [
-            paragraph(text(tables.TREES), kind="note") if tables.has_trees(results) else "",
+            paragraph(text(trees), kind="note") if (trees := trees_in_words(results.cells)) else "",
             tables.what_to_run(tuning) if tuning else "",
             paragraph(text(_repeats(results)), kind="note") if results.cells else "",
             tables.speed_tables(results),

@@ -23,8 +23,6 @@ from peagle.bench.results.settings import (
     usable_runs,
 )
 
-TREES = "N is the number of nodes in a tree of drafts and K its depth; without N drafts are chains."
-
 
 def what_to_run(tuning: Tuning) -> str:
     rows = [
@@ -33,13 +31,19 @@ def what_to_run(tuning: Tuning) -> str:
             text("off" if advice.off else advice.best.name),
             gain(advice.choices[0].gain) if advice.off else gain(advice.best.gain),
             spread(figures.with_spread(advice.best.otps)),
-            or_nothing(text(advice.tied_names or figures.NOTHING)),
+            _unbroken(text(advice.tied_names)) or or_nothing(figures.NOTHING),
         ]
         for advice in tuning.by_load
     ]
     columns = ("load", "run", "gain of the fastest", "tokens/s", "as good within noise")
     caption = "What to run: all workloads, weighted by tokens"
     return table(columns, rows, caption=caption, kind="grid", words=(1, 2, 3, 4))
+
+
+def _unbroken(names: str) -> str:
+    """Lines break between names, not behind the hyphen of one."""
+    parts = (f'<span class="name">{name}</span>' for name in names.split(", "))
+    return ", ".join(parts) if names else ""
 
 
 def speed_tables(results: Results) -> str:
@@ -142,7 +146,3 @@ def _tails(cell: Cell, metric: str) -> str:
     if found is None:
         return figures.NOTHING
     return " / ".join(figures.quantity(q * 1e3) for q in (found.p50, found.p95, found.p99))
-
-
-def has_trees(results: Results) -> bool:
-    return any(cell.num_draft_nodes is not None for cell in results.cells)

@@ -30,7 +30,9 @@ def with_spread(measured: Interval) -> str:
         return f"{at_place(measured.value, place)} ± {at_place(_rounded_up(half, place), place)}"
     if measured.num_values == 1 or measured.least is None or measured.most is None:
         return quantity(measured.value)
-    place = _place(measured.value, (measured.most - measured.least) / 2)
+    # Two repeats may agree by chance, so that no more digits are shown than of one.
+    half = (measured.most - measured.least) / 2
+    place = max(_place(measured.value, half), _place(measured.value, None))
     ends = at_place(measured.least, place), at_place(measured.most, place)
     return f"{at_place(measured.value, place)} ({ends[0]} to {ends[1]})"
 
