@@ -29,6 +29,7 @@ from peagle.cli import (
     train,
     tune,
 )
+from peagle.cli.help import Command, Group
 from peagle.cli.render import print_error
 from peagle.errors import PeagleError
 from peagle.log import setup_logging
@@ -37,6 +38,7 @@ EXIT_OURS, EXIT_USER, EXIT_INTERRUPTED = 1, 2, 130
 
 app = typer.Typer(
     name="peagle",
+    cls=Group,
     help="Lossless parallel speculative decoding: faster answers, the same tokens.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -57,6 +59,8 @@ app.command("export")(export.export)
 app.command("doctor")(doctor.doctor)
 app.command("heads")(heads.heads)
 app.command("env")(env.env)
+for verb in (*app.registered_commands, *bench.app.registered_commands):
+    verb.cls = Command
 
 
 def _print_version(asked: bool) -> None:
