@@ -139,7 +139,7 @@ class Running:
         self.script = write_fake_vllm(folder)
         self.port = free_port()
         self.pids_file = folder / "pids"
-        code = "from peagle.cli.main import run; run()"
+        code = "from peagle.__main__ import run; run()"
         base = ("serve", "org/m", "--backend", "vllm", "--port", str(self.port))
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *base, *args],

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from peagle.errors import DataError
-from peagle.files import atomic_file, write_json
+from peagle.files import check_readable, refusal, write_atomic, write_json
 
 FORMAT = "peagle-dataset-1"
 MANIFEST = "manifest.json"
@@ -93,8 +93,7 @@ class DatasetWriter:
             return
         name = f"shard-{len(self._manifest['shards']):05d}"
         tensors = _join(self._pending)
-        with atomic_file(self.folder / f"{name}.safetensors") as temporary:
-            save_file(tensors, temporary)
+        write_atomic(self.folder / f"{name}.safetensors", save(tensors))
         rows = [
             {"id": r.id, "category": r.category, "clipped": r.clipped, "looping": r.looping}
             for r in self._pending
@@ -171,6 +170,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{folder} is not a prepared dataset: it has no {MANIFEST}", hint="run `peagle prepare`"
         ) from None
+    except OSError as error:
+        reason, remedy = refusal(error)
+        raise DataError(f"{path} cannot be read: {reason}", hint=remedy) from None
     except ValueError as error:
         raise DataError(f"{path} is not valid JSON: {error}") from None
     if manifest.get("format") != FORMAT:
@@ -214,12 +216,16 @@ def _read_rows(folder: Path, name: str) -> list[dict[str, Any]]:
 def _read_shard(folder: Path, entry: Mapping[str, Any]) -> dict[str, Tensor]:
     path = folder / f"{entry['name']}.safetensors"
     try:
+        check_readable(path)
         with safe_open(path, framework="pt") as file:
             tensors = {
                 name: file.get_tensor(name) for name in ("token_ids", "loss_mask", "offsets")
             }
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
+    except OSError as error:
+        reason, remedy = refusal(error)
+        raise DataError(f"{path} cannot be read: {reason}", hint=remedy) from None
+    except SafetensorError as error:
+        raise DataError(f"{path} is damaged: {error}", hint="prepare it again") from None
     sizes = (len(tensors["offsets"]) - 1, len(tensors["token_ids"]), len(tensors["loss_mask"]))
     if sizes != (entry["rows"], entry["tokens"], entry["tokens"]):
         raise DataError(

@@ -208,7 +208,7 @@ def test_killed_grid_goes_on_where_it_was(
     model: str, head: str, prompts: str, tmp_path: Path
 ) -> None:
     command = [
-        *(sys.executable, "-c", "from peagle.cli.main import run; run()", "bench", model),
+        *(sys.executable, "-c", "from peagle.__main__ import run; run()", "bench", model),
         *("--spec-model", head, "--spec-tokens", "1,2", "--concurrency", "1,2", "--repeats", "9"),
         *("--max-tokens", "8", "--workload", prompts, "--device", "cpu", "--out", str(tmp_path)),
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -132,7 +131,6 @@ def _write(out: Path, options: dict[str, Any], tensors: dict[str, Tensor]) -> No
         save_file(contiguous, temporary / WEIGHTS, metadata={"format": "pt"})
         text = json.dumps(options, indent=2) + "\n"
         (temporary / CONFIG).write_text(text, encoding="utf-8")
-        shutil.copymode(temporary / CONFIG, temporary / WEIGHTS)  # others may read it too
 
 
 def choose_mask_token(folder: Path, vocab_size: int, drafted: Collection[int]) -> int:

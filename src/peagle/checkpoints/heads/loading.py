@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,7 +59,6 @@ def save_head(network: EagleNetwork, folder: Path, *, dtype: torch.dtype | None 
         save_file(dict(_tensors(network, dtype)), temporary / WEIGHTS)
         config = {FORMAT: FORMAT_VERSION, **dataclasses.asdict(network.config)}
         (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        shutil.copymode(temporary / CONFIG, temporary / WEIGHTS)  # others may read it too
 
 
 def _tensors(network: EagleNetwork, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:

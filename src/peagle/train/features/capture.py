@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from peagle.checkpoints.references import load_config, resolve_model
@@ -30,7 +30,7 @@ from peagle.data.dataset import Dataset
 from peagle.data.packing import PackedRow, assign, pack
 from peagle.engine.loading import choose_device, choose_dtype, load_engine_target
 from peagle.errors import DataError
-from peagle.files import atomic_file, write_json
+from peagle.files import check_readable, write_atomic, write_json
 from peagle.models.config import DecoderConfig
 from peagle.models.target import default_aux_hidden_state_layers
 from peagle.teacher_forcing.features import (
@@ -174,8 +174,7 @@ def _write_shard(
         "aux_hidden_states": features.aux_hidden_states.to("cpu", torch.bfloat16),
         "states": features.states.to("cpu", torch.bfloat16),
     }
-    with atomic_file(path) as temporary:
-        save_file(tensors, temporary)
+    write_atomic(path, save(tensors))
     ids = [dataset.info[i]["id"] for i in row.indices]
     return {"name": path.name, "rows": ids, "lengths": dataset.lengths[row.indices].tolist()}
 
@@ -279,6 +278,7 @@ class StoredFeatures:
 
 def _open_shard(path: Path) -> dict[str, Tensor]:
     try:
+        check_readable(path)
         with safe_open(path, framework="pt") as file:
             return {
                 name: file.get_tensor(name) for name in ("token_ids", "aux_hidden_states", "states")
