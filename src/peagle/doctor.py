@@ -11,7 +11,7 @@ from torch import Tensor
 
 from peagle.checkpoints.heads.config import read_head_config
 from peagle.checkpoints.heads.references import resolve_head
-from peagle.checkpoints.references import load_config, load_tokenizer, resolve_model
+from peagle.checkpoints.references import load_config, load_tokenizer, resolve_model, same_target
 from peagle.config import EngineConfig
 from peagle.data.dataset import Dataset
 from peagle.data.fingerprints import template_fingerprint, tokenizer_fingerprint
@@ -99,11 +99,6 @@ def check_fingerprints(made_by: dict[str, Any], model: str, tokenizer: Any) -> I
             yield Finding("warning", what, message, "prepare without --raw")
         else:
             yield Finding("error", what, "not that of the target", again)
-
-
-def same_target(recorded: str, model: str) -> bool:
-    """Two references, one of which may be the folder that the other stands for."""
-    return recorded == model or Path(recorded) == resolve_model(model)
 
 
 def check_frame(rows: Rows, tokenizer: Any) -> Iterator[Finding]:

@@ -24,7 +24,7 @@ def test_states_are_stored_and_a_second_run_adds_none(
     arguments = ("capture", data, "--model", model, "--out", str(tmp_path), "--device", "cpu")
     assert command(*arguments, "--json") == 0
     assert "8 rows" in command.err
-    assert "GiB" in command.err.splitlines()[0]
+    assert "KiB" in command.err.splitlines()[0]
     found = command.json
     assert found["aux_hidden_state_layers"] == [2, 3, 3]
     on_disk = sum(f.stat().st_size for f in tmp_path.glob("*.safetensors"))
@@ -51,7 +51,7 @@ def test_limits_and_mistakes_are_one_line(
     command: Shell, model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for changes, message in (
-        (("--max-disk", "1K"), "more than"),
+        (("--max-disk", "1K"), "more than the 1.0 KiB allowed"),
         (("--max-disk", "much"), "is not a size"),
         (("--layer-ids", "2,99"), "are not all in 0..6"),
         (("--layer-ids", "x"), "is not a list"),
@@ -62,7 +62,7 @@ def test_limits_and_mistakes_are_one_line(
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(capture_module, "save_file", full)
+    monkeypatch.setattr(capture_module, "write_atomic", full)
     assert command("capture", data, "--model", model, "--out", str(tmp_path)) == 2
     assert "No space left on device" in command.err
 

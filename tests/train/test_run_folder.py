@@ -45,7 +45,8 @@ def test_a_run_without_plot_packages_works_and_says_so(
     reported: list[str] = []
     TrainingRun(setup(data, log_every=2), report=reported.append)()
     assert reported[0] == (
-        "no plots: tensorboard and matplotlib missing (pip install 'peagle[plots]')"
+        "not written: TensorBoard files and curves.png; tensorboard and matplotlib missing: "
+        "pip install 'peagle[plots]'"
     )
     assert any("loss" in line and "tokens/s" in line for line in reported)
     assert any("acceptance length by K" in line for line in reported)

@@ -49,6 +49,11 @@ def resolve_model(
     raise ModelError(f"no model {reference!r}", hint=_accepted_forms(reference))
 
 
+def same_target(recorded: str, model: str) -> bool:
+    """Two references, one of which may be the folder that the other stands for."""
+    return recorded == model or Path(recorded) == resolve_model(model)
+
+
 def is_hub_id(reference: str) -> bool:
     """Whether it reads as `org/name`, and no folder of that name exists."""
     return not _looks_like_path(reference) and _HUB_ID.fullmatch(reference) is not None

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from peagle.config import changed_values
 from peagle.errors import DataError
 from peagle.files import check_readable, refusal, write_atomic, write_json
 
@@ -62,11 +63,18 @@ class DatasetWriter:
             return {"format": FORMAT, "made_by": made_by, "shards": []}
         manifest = read_manifest(self.folder)
         if manifest["made_by"] != made_by:
+            changes = changed_values(manifest["made_by"], made_by).items()
+            which = "; ".join(f"{name}: {change}" for name, change in changes)
             raise DataError(
-                f"{self.folder} was prepared with other options",
-                hint="prepare into a new folder, or repeat the options in its manifest.json",
+                f"{self.folder} was prepared with other options: {which}",
+                hint="prepare into a new folder, or repeat its options",
             )
         return manifest
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are safe on disk."""
+        return int(totals(self._manifest["shards"])["rows"])
 
     def row_ids(self) -> set[str]:
         """Rows that are already safe on disk: a resumed run skips them."""
@@ -126,6 +134,7 @@ class Dataset:
         self.folder = folder
         self.max_length = max_length
         self.manifest = read_manifest(folder)
+        self._made_by = [read_manifest(f)["made_by"] for f in (folder, *more)]
         places = [(f, s) for f in (folder, *more) for s in _shards_of(f)]
         shards = [shard for _, shard in places]
         self.info = [row for f, s in places for row in _read_rows(f, s["name"])]
@@ -154,6 +163,15 @@ class Dataset:
             loss_mask=tensors["loss_mask"][start:end],
             **self.info[index],
         )
+
+    def identity(self) -> dict[str, Any]:
+        """What tells whether two datasets hold the same rows, wherever they lie."""
+        content = json.dumps([self._made_by, [row["id"] for row in self.info]], sort_keys=True)
+        return {
+            "rows": len(self),
+            "tokens": int(self.lengths.sum()),
+            "sha256": hashlib.sha256(content.encode()).hexdigest()[:16],
+        }
 
     def split(self, held_out_share: float) -> tuple[list[int], list[int]]:
         """Row indices to train on and to hold out. A row's side depends on its id alone."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peagle.checkpoints.references import load_config, resolve_model
+from peagle.checkpoints.references import load_config, resolve_model, same_target
 from peagle.checkpoints.targets import decoder_sizes
 from peagle.data.dataset import Dataset, check_tokens
 from peagle.errors import DataError
@@ -15,6 +16,7 @@ from peagle.models.head_config import HeadConfig
 from peagle.train.head import head_config
 from peagle.train.recipe import Recipe
 
+logger = logging.getLogger(__name__)
 CHECKED_ROWS = 256  # whose tokens are compared with the target's vocabulary
 
 
@@ -37,7 +39,25 @@ def read_inputs(recipe: Recipe) -> Inputs:
     """Reads them by the target's reference; no weight is loaded."""
     config = load_config(resolve_model(recipe.target.model))
     known = decoder_sizes if recipe.data.features == "vllm" else DecoderConfig.from_transformers
-    return open_inputs(recipe, known(config), dict(config.rope_parameters))
+    inputs = open_inputs(recipe, known(config), dict(config.rope_parameters))
+    _warn(inputs)
+    return inputs
+
+
+def _warn(inputs: Inputs) -> None:
+    recipe, dataset = inputs.recipe, inputs.dataset
+    target, answered_by = recipe.target.model, dataset.manifest["made_by"].get("target")
+    if answered_by is not None and not same_target(str(answered_by), target):
+        logger.warning(
+            "the answers in %s are %s's, not %s's: a head learns what its own target says",
+            *(dataset.folder, answered_by, target),
+        )
+    if not inputs.held_out:
+        logger.warning(
+            "none of the %d rows is held out at data.held_out_share=%s: the head is not evaluated, "
+            "and the last one is kept",
+            *(len(dataset), recipe.data.held_out_share),
+        )
 
 
 def open_inputs(recipe: Recipe, sizes: DecoderConfig, rope: dict[str, Any]) -> Inputs:

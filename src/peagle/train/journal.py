@@ -14,9 +14,10 @@ from peagle.files import atomic_file, write_atomic
 logger = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 BOARD = "tensorboard"
-PLOTS = ("tensorboard", "matplotlib")
-Report = Callable[[str], None]
 CURVES = "curves.png"
+PLOTS = {"tensorboard": "TensorBoard files", "matplotlib": CURVES}  # by package
+INSTALL = "pip install 'peagle[plots]'"
+Report = Callable[[str], None]
 
 
 class Journal:
@@ -38,7 +39,8 @@ class Journal:
             return
         forget_after(folder, from_step)
         if missing:
-            report(f"no plots: {' and '.join(missing)} missing (pip install 'peagle[plots]')")
+            files = " and ".join(PLOTS[name] for name in missing)
+            report(f"not written: {files}; {' and '.join(missing)} missing: {INSTALL}")
         if "tensorboard" not in missing:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -120,8 +122,9 @@ def draw_curves(lines: list[dict[str, Any]], path: Path) -> None:
 
     train = [line for line in lines if line["kind"] == "train"]
     evaluations = [line for line in lines if line["kind"] == "evaluate"]
-    figure = Figure(figsize=(15, 4), layout="constrained")
-    loss, accuracy, acceptance = figure.subplots(1, 3)
+    panels = 3 if evaluations else 2
+    figure = Figure(figsize=(5 * panels, 4), layout="constrained")
+    loss, accuracy, *acceptance = figure.subplots(1, panels)
     steps = [line["step"] for line in train]
     loss.plot(steps, [line["loss"] for line in train])
     for depth in range(len(train[0]["accuracy"]) if train else 0):
@@ -129,8 +132,9 @@ def draw_curves(lines: list[dict[str, Any]], path: Path) -> None:
     evaluated = [line["step"] for line in evaluations]
     lengths = [line["all"]["acceptance_length"] for line in evaluations]
     for k, by_step in enumerate(zip(*lengths, strict=True), start=1):
-        acceptance.plot(evaluated, by_step, marker=".", label=f"K = {k}")
-    for axes, title in ((loss, "loss"), (accuracy, "accuracy"), (acceptance, "acceptance length")):
+        acceptance[0].plot(evaluated, by_step, marker=".", label=f"K = {k}")
+    titles = ("loss", "accuracy", "acceptance length")
+    for axes, title in zip((loss, accuracy, *acceptance), titles, strict=False):
         axes.set(title=title, xlabel="step")
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=7)

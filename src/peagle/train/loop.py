@@ -8,8 +8,9 @@ import time
 
 from peagle.errors import TrainingError
 from peagle.evaluate.evaluator import Evaluation
+from peagle.processes import StopSignals
 from peagle.train.batches import Prefetch
-from peagle.train.distributed import rank, total
+from peagle.train.distributed import rank, total, world_size
 from peagle.train.journal import Journal, Report
 from peagle.train.optimizer import learning_rate_share
 from peagle.train.planner import PlannedRow
@@ -29,7 +30,7 @@ class TrainingRun:
         self.setup, self.recipe = setup, setup.recipe
         self.folder = RunFolder(setup)
         self.total_steps = total_steps(setup)
-        self.progress = self.folder.start(resume=resume)
+        self.progress = self.folder.start(resume=resume, report=report if rank() == 0 else _silent)
         step = self.progress.step
         with self.folder.writing():
             self.journal = Journal(self.folder.path, report, from_step=step, silent=rank() > 0)
@@ -42,26 +43,43 @@ class TrainingRun:
         self._warned = False
 
     def __call__(self) -> RunProgress:
-        """Trains to the end of the schedule; -> where it stands then."""
+        """Trains to the end of the schedule; -> where it stands then. A signal to stop interrupts
+        after the step that it meets, when that is saved; a second one at once."""
         setup, recipe = self.setup, self.recipe
         per_step = recipe.data.rows_per_step
         rows = setup.batches.rows_from(self.progress.step * per_step)
         pin = setup.trainer.device.type == "cuda"
         prefetch = Prefetch(rows, recipe.data.prefetch, pin=pin)
         try:
-            while (share := self._share()) < 1.0:
-                began, self._done = time.monotonic(), share
-                planned = self._next(prefetch, per_step)
-                rate = learning_rate_share(recipe.schedule, share)
-                setup.trainer.step(planned, recipe.optimizer.learning_rate * rate)
-                self._count_step(began)
-                self._after_step()
-            self._finish()
+            with StopSignals(impatient=True) as signals:
+                while (share := self._share()) < 1.0 and not self._must_stop(signals):
+                    began, self._done = time.monotonic(), share
+                    planned = self._next(prefetch, per_step)
+                    rate = learning_rate_share(recipe.schedule, share)
+                    setup.trainer.step(planned, recipe.optimizer.learning_rate * rate)
+                    self._count_step(began)
+                    self._after_step()
+                self._finish(whole=share >= 1.0)
+            signals.interrupt()
         finally:
             prefetch.close()
             with self.folder.writing():
                 self.journal.close()
         return self.progress
+
+    @property
+    def saved_step(self) -> int:
+        """Where a resumed run would begin."""
+        return self._saved.step if self._saved else 0
+
+    def _must_stop(self, signals: StopSignals) -> bool:
+        """Processes stop after the same step, so they agree; only where they log, because that
+        waits for their devices anyway."""
+        stop = bool(signals.received)
+        if world_size() == 1:
+            return stop
+        agree = self.progress.step % self.recipe.run.log_every == 0
+        return agree and total(float(stop), self.setup.trainer.device) > 0
 
     def _next(self, prefetch: Prefetch, count: int) -> list[PlannedRow]:
         began = time.monotonic()
@@ -154,12 +172,16 @@ class TrainingRun:
         self._saved = self.progress
         self._log_time = time.monotonic()
 
-    def _finish(self) -> None:
+    def _finish(self, *, whole: bool) -> None:
         self._log()
-        if self._evaluated != self.progress.step:
+        if whole and self._evaluated != self.progress.step:
             self.evaluate()
-        if self._saved != self.progress:
+        if self._saved != self.progress and self.progress.step:
             self.save()
+
+
+def _silent(_line: str) -> None:
+    pass
 
 
 def total_steps(setup: Setup) -> int:
