@@ -75,7 +75,7 @@ def test_an_endpoint_answers_instead(
         ({"--model": "/missing"}, "there is no folder /missing"),
         ({"--endpoint": "localhost"}, "is not an address"),
         ({"--endpoint-key-env": "UNSET", "--endpoint": "http://x"}, "UNSET is not set"),
-        ({"--temperature": "-1"}, "temperature=-1.0 is out of range"),
+        ({"--temperature": "-1"}, "--temperature -1.0 is out of range"),
         ({"--max-prompt-tokens": "2"}, "no prompt was answered"),
     ],
 )

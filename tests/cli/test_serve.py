@@ -111,7 +111,7 @@ def test_json_takes_vllm_s_keys(shell: Shell) -> None:
             "one of the two",
         ),
         ([*VLLM, "org/m", "--speculative-config", "{"], "not valid JSON", "quote"),
-        ([*VLLM, "org/m", "--tensor-parallel-size", "0"], "tensor_parallel_size=0", ">= 1"),
+        ([*VLLM, "org/m", "--tensor-parallel-size", "0"], "--tensor-parallel-size 0", ">= 1"),
     ],
 )
 def test_bad_input_is_one_line_and_a_hint(

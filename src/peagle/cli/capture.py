@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from peagle.train.features.capture import CapturePlan
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+MOST_DIGITS = 20  # of a size: more are a typing error
 TOKENS_PER_PASS = 8192
 
 
@@ -36,7 +37,7 @@ def capture(
         typer.Option(help="Layers of the aux hidden states, e.g. 2,15,27; default: 2, L//2, L-3."),
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Cut longer rows, as data.tokens_per_row will.")
+        int | None, typer.Option(help="Cut longer rows, as data.tokens_per_row will.", min=1)
     ] = None,
     backend: Annotated[
         Literal["embedded", "vllm"], typer.Option(help="Where the target runs.")
@@ -102,7 +103,7 @@ def _write(dataset: Dataset, plan: CapturePlan, out: Path, limit: int | None) ->
 
 def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if match is None:
+    if match is None or len(match[1]) > MOST_DIGITS:
         raise ConfigError(f"--max-disk {text!r} is not a size", hint="write 200G or 1.5T")
     return int(float(match[1]) * UNITS[match[2].upper()])
 

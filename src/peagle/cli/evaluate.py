@@ -36,12 +36,15 @@ def evaluate(
     ] = None,
     held_out_share: Annotated[
         float | None,
-        typer.Option(help="Only rows that training with this data.held_out_share left out."),
+        typer.Option(
+            help="Only rows that training with this data.held_out_share left out.", min=0, max=1
+        ),
     ] = None,
     split: Split = "train",
     limit: Limit = None,
     spec_tokens: Annotated[
-        int | None, typer.Option(help="The largest K; default: what the head was trained for.")
+        int | None,
+        typer.Option(help="The largest K; default: what the head was trained for.", min=1),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens in an answer.")] = MAX_TOKENS,
     as_json: Json = False,

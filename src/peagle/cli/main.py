@@ -29,6 +29,7 @@ from peagle.cli import (
     train,
     tune,
 )
+from peagle.cli.flags import in_flags
 from peagle.cli.render import print_error
 from peagle.errors import PeagleError
 from peagle.files import refusal
@@ -100,7 +101,9 @@ def main(args: list[str]) -> int:
         code = _run(args)
         sys.stdout.flush()
     except PeagleError as error:
-        return _failed(EXIT_USER, error.message, error.hint)
+        verb = next((word for word in args if not word.startswith("-")), "")
+        words = str if verb == "train" else in_flags  # a recipe has keys
+        return _failed(EXIT_USER, words(error.message), error.hint and words(error.hint))
     except TyperException as error:
         return _failed(EXIT_USER, *_usage_error(error))
     except BrokenPipeError:

@@ -48,10 +48,11 @@ def prepare(
     limit: Limit = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens in an answer.")] = MAX_TOKENS,
     max_prompt_tokens: Annotated[
-        int | None, typer.Option(help="Skip longer prompts; default: all that fit the context.")
+        int | None,
+        typer.Option(help="Skip longer prompts; default: all that fit the context.", min=1),
     ] = None,
     cut_loops: Annotated[
-        int, typer.Option(help="Tokens kept after a loop begins; -1: all of it.")
+        int, typer.Option(help="Tokens kept after a loop begins; -1: all of it.", min=-1)
     ] = CUT_LOOPS,
     endpoint: Annotated[
         str | None,
@@ -63,7 +64,9 @@ def prepare(
     endpoint_key_env: Annotated[
         str | None, typer.Option(help="Environment variable with its API key.", metavar="VAR")
     ] = None,
-    concurrency: Annotated[int, typer.Option(help="Requests at once there.")] = CONCURRENCY,
+    concurrency: Annotated[
+        int, typer.Option(help="With --endpoint: requests at once.", min=1)
+    ] = CONCURRENCY,
     as_json: Json = False,
 ) -> None:
     """Make a training dataset: prompts, answered by the target itself."""
@@ -186,8 +189,6 @@ def _endpoint(
     from peagle.http import Endpoint
     from peagle.prepare.endpoint import EndpointAnswers
 
-    if concurrency < 1:
-        raise ConfigError(f"--concurrency {concurrency} is out of range", hint="use >= 1")
     return EndpointAnswers(Endpoint(url, model, key, through_proxy=True), spec.params, concurrency)
 
 

@@ -29,7 +29,7 @@ from peagle.checkpoints.heads.vllm_layout import write_options
 from peagle.checkpoints.references import load_config, load_tokenizer, resolve_model
 from peagle.checkpoints.targets import eos_token_ids, read_tables
 from peagle.errors import HeadError, PeagleError
-from peagle.files import atomic_folder
+from peagle.files import atomic_folder, writing
 from peagle.models.head_config import HeadConfig
 
 
@@ -65,7 +65,8 @@ def export_head(
         verifier = _verifier(target, target_folder, sizes)
         options = wrap(options, config.method, config.num_speculative_tokens, verifier)
         written |= speculators_tensors(config, written, ids)
-    _write(out, options, written)
+    with writing(out):
+        _write(out, options, written)
 
 
 def _refuse_full_folder(out: Path, force: bool) -> None:
