@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -149,15 +150,22 @@ def from_mapping(cls: type[_Config], options: Mapping[str, Any], where: str) -> 
     what its key takes. Numbers may be strings: YAML reads 1e-4, without a dot, as one. A bool is
     not a number, nor is a string a bool.
     """
-    from pydantic import TypeAdapter, ValidationError  # not needed for `peagle --help`
+    from pydantic import ValidationError  # not needed for `peagle --help`
 
     _check_keys(cls, options, where)
     try:
-        config = TypeAdapter(cls).validate_python(dict(options))
+        config: _Config = _adapter(cls).validate_python(dict(options))
     except ValidationError as error:
         raise _misfit(error.errors(), options) from None
     _check_values(options, config)
     return config
+
+
+@functools.cache  # it compiles the checks of every field
+def _adapter(cls: type) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cls)
 
 
 def changed_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:

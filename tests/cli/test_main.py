@@ -141,6 +141,19 @@ def test_text_that_stdout_cannot_express_is_the_users_error(
     assert document["results"][0]["outputs"][0]["text"] == "é"
 
 
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError("big"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")],
+)
+def test_a_lack_of_memory_is_the_users_error(shell: Shell, error: Exception) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    shell.make = refuse
+    assert shell("generate", "m", "Hi") == 2
+    assert shell.err.startswith("error: out of memory: ")
+
+
 def test_a_file_that_no_verb_expected_to_fail_is_the_users_error(shell: Shell) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "/etc/secret")

@@ -118,6 +118,9 @@ def main(args: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except Exception as error:
+        if _is_lack_of_memory(error):
+            hint = "lower --max-num-seqs, --max-model-len or the sizes in the recipe"
+            return _failed(EXIT_USER, f"out of memory: {error}", hint)
         message = f"unexpected {type(error).__name__}: {error}"
         return _failed(EXIT_OURS, message, "PEAGLE_DEBUG=1 shows where; please report it")
     return code
@@ -162,6 +165,12 @@ def _refused(error: OSError) -> tuple[str, str]:
     _drop_output()
     reason, remedy = refusal(error)
     return (f"{error.filename}: {reason}" if error.filename else f"cannot write: {reason}"), remedy
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    """Python's, a GPU's, or a plain RuntimeError of torch's allocator for CPUs."""
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or "can't allocate memory" in str(error)
 
 
 def _not_encodable(error: UnicodeEncodeError) -> tuple[str, str]:

@@ -294,7 +294,7 @@ class RecipeKey:
 
 
 def sections() -> dict[str, type]:
-    return {f.name: type(f.default_factory()) for f in dataclasses.fields(Recipe)}  # type: ignore[misc]
+    return get_type_hints(Recipe)
 
 
 def recipe_keys() -> Iterator[RecipeKey]:
