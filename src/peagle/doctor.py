@@ -109,12 +109,12 @@ def check_frame(rows: Rows, tokenizer: Any) -> Iterator[Finding]:
     begins = [tokens[: len(start)].tolist() == start for tokens, _ in rows]
     hint = "prepare with this target's chat template: it is what serving sends"
     wrong = 1 - sum(begins) / len(begins)
-    message = f"{wrong:.0%} of the rows do not begin as the target's template does"
+    message = f"{1 - wrong:.0%} of the rows begin as the target's template does"
     yield graded("row start", message, warning=wrong > 0, error=wrong > 0.5, hint=hint)
     firsts = [(tokens, int(mask.int().argmax())) for tokens, mask in rows if mask.any()]
     ends = [tokens[max(at - len(end), 0) : at].tolist() == end for tokens, at in firsts]
     wrong = 1 - sum(ends) / max(len(ends), 1)
-    message = f"{wrong:.0%} of the answers do not start right behind the template's prompt"
+    message = f"{1 - wrong:.0%} of the answers start right behind the template's prompt"
     hint = "the mask must begin with the first generated token"
     yield graded("answer start", message, warning=wrong > 0, error=wrong > 0.5, hint=hint)
 

@@ -12,6 +12,7 @@ from peagle.cli.capture import parse_size
 from peagle.data.dataset import Dataset
 from peagle.data.packing import pack
 from peagle.errors import ConfigError
+from peagle.files import held_folder
 from peagle.train.features import capture as capture_module
 from peagle.train.features.capture import StoredFeatures
 
@@ -44,6 +45,7 @@ def test_a_forecast_alone_writes_nothing(
 ) -> None:
     out = tmp_path / "states"
     assert command("capture", data, "--model", model, "--out", str(out), "--forecast") == 0
+    assert command.out.startswith("8 rows, ")
     assert not out.exists()
 
 
@@ -53,6 +55,8 @@ def test_limits_and_mistakes_are_one_line(
     for changes, message in (
         (("--max-disk", "1K"), "more than the 1.0 KiB allowed"),
         (("--max-disk", "much"), "is not a size"),
+        (("--max-disk", "9" * 400 + "T"), "is not a size"),
+        (("--max-length", "0"), "--max-length 0 is out of range"),
         (("--layer-ids", "2,99"), "are not all in 0..6"),
         (("--layer-ids", "x"), "is not a list"),
     ):
@@ -65,6 +69,14 @@ def test_limits_and_mistakes_are_one_line(
     monkeypatch.setattr(capture_module, "write_atomic", full)
     assert command("capture", data, "--model", model, "--out", str(tmp_path)) == 2
     assert "No space left on device" in command.err
+
+
+def test_a_folder_that_another_process_writes_to_is_refused(
+    command: Shell, model: str, data: str, tmp_path: Path
+) -> None:
+    with held_folder(tmp_path):
+        assert command("capture", data, "--model", model, "--out", str(tmp_path)) == 2
+    assert "another process is writing to" in command.err
 
 
 def test_sizes_are_read_as_people_write_them() -> None:

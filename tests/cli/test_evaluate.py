@@ -104,6 +104,11 @@ def test_a_users_error_is_one_line(command: Shell, head: str, data: str, prompts
         ((head, "--data", "/missing"), "is not a prepared dataset"),
         ((head, "--data", data, "--spec-tokens", "9"), "cannot draft 9 tokens"),
         ((head, "--data", data, "--held-out-share", "0.0"), "is held out"),
+        ((head, "--data", data, "--held-out-share", "7"), "--held-out-share 7 is out of range"),
+        ((head, "--data", data, "--held-out-share", "nan"), "--held-out-share"),
+        ((head, "--data", data, "--spec-tokens", "0"), "--spec-tokens 0 is out of range"),
+        ((head, "--data", data, "--limit", "0"), "--limit 0 is out of range"),
+        ((head, "--data", data, "--limit", "-2"), "--limit -2 is out of range"),
     ):
         assert command("evaluate", *arguments, *CPU) == 2
         assert message in command.err

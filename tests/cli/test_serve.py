@@ -111,6 +111,7 @@ def test_json_takes_vllm_s_keys(shell: Shell) -> None:
             "one of the two",
         ),
         ([*VLLM, "org/m", "--speculative-config", "{"], "not valid JSON", "quote"),
+        ([*VLLM, "org/m", "--port", "99999999"], "--port 99999999 is out of range", "<= 65535"),
         ([*VLLM, "org/m", "--tensor-parallel-size", "0"], "--tensor-parallel-size 0", ">= 1"),
     ],
 )

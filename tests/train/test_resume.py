@@ -212,6 +212,19 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(data: Path, dam
     assert state["progress"]["step"] == 2
 
 
+@pytest.mark.parametrize("checkpoint_every", [2, 3])  # with one of the last step, and without
+def test_a_run_that_is_complete_is_not_evaluated_again(data: Path, checkpoint_every: int) -> None:
+    options = {"checkpoint_every": checkpoint_every}
+    TrainingRun(setup(data, "run", run=options))()
+    before = content(data / "run")
+    TrainingRun(setup(data, "run", run=options), resume=True)()
+    after = content(data / "run")
+    changed = {
+        path.name for path in before.keys() | after.keys() if before.get(path) != after.get(path)
+    }
+    assert changed <= {"provenance.json", "curves.png"}
+
+
 def test_a_run_is_not_overwritten_by_accident(data: Path) -> None:
     TrainingRun(setup(data, "run"))()
     with pytest.raises(TrainingError, match="already holds a run"):

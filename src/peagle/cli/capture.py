@@ -71,7 +71,11 @@ def capture(
     opened = Dataset(dataset, max_length)
     plan = plan_capture(opened, model, engine.config(), _layer_ids(layer_ids), section)
     size = size_in_words(plan.num_bytes)
-    render.note(f"{plan.num_rows} rows, {plan.num_tokens} tokens: {size}")
+    forecast = f"{plan.num_rows} rows, {plan.num_tokens} tokens: {size}"
+    if forecast_only and not as_json:
+        render.write(f"{forecast}\n")  # it is what was asked for
+    else:
+        render.note(forecast)
     if not forecast_only:
         with held_folder(out):
             _write(opened, plan, out, limit)

@@ -31,6 +31,7 @@ from peagle.cli import (
 )
 from peagle.cli.flags import in_flags
 from peagle.cli.render import print_error
+from peagle.config import RANGES, expected_value
 from peagle.errors import PeagleError
 from peagle.files import refusal
 from peagle.log import setup_logging
@@ -38,6 +39,7 @@ from peagle.processes import Terminated
 
 EXIT_OURS, EXIT_USER = 1, 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 130, 141, 143  # 128 + the signal's number
+VALUE_ERRORS = (*RANGES, "int_parsing", "float_parsing", "int_from_float")
 COMPLETION = "_PEAGLE_COMPLETE"  # set by the shell
 
 app = typer.Typer(
@@ -156,6 +158,12 @@ def _usage_error(error: TyperException) -> tuple[str, str]:
     nearest = getattr(error, "possibilities", None)
     if nearest:
         return error.message, f"did you mean {nearest[0]}?"
+    if hasattr(error.__cause__, "errors"):  # pydantic's, of a value
+        (wrong,) = error.__cause__.errors()
+        if wrong["type"] in VALUE_ERRORS:
+            flag = getattr(error, "param").opts[0]  # noqa: B009
+            fault = "is out of range" if wrong["type"] in RANGES else "does not fit"
+            return f"{flag} {wrong['input']} {fault}", f"use {expected_value(wrong)}"
     context = getattr(error, "ctx", None)
     return error.format_message(), f"see {context.command_path if context else 'peagle'} --help"
 

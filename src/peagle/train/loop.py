@@ -8,7 +8,7 @@ import time
 
 from peagle.errors import TrainingError
 from peagle.evaluate.evaluator import Evaluation
-from peagle.processes import StopSignals
+from peagle.processes import StopSignals, Terminated
 from peagle.train.batches import Prefetch
 from peagle.train.distributed import rank, total, world_size
 from peagle.train.journal import Journal, Report
@@ -33,9 +33,14 @@ class TrainingRun:
         self.progress = self.folder.start(resume=resume, report=report if rank() == 0 else _silent)
         step = self.progress.step
         with self.folder.writing():
-            self.journal = Journal(self.folder.path, report, from_step=step, silent=rank() > 0)
+            self.journal = Journal(
+                self.folder.path,
+                report,
+                from_step=step,
+                evaluated_step=self.progress.evaluated_step,
+                silent=rank() > 0,
+            )
         self._saved = self.progress if step else None
-        self._evaluated = -1  # step
         self._log_time = time.monotonic()
         self._waited = 0.0
         self._done = 1.0  # share of the run
@@ -61,6 +66,8 @@ class TrainingRun:
                     self._after_step()
                 self._finish(whole=share >= 1.0)
             signals.interrupt()
+            if share < 1.0:  # another process was told to stop
+                raise Terminated
         finally:
             prefetch.close()
             with self.folder.writing():
@@ -156,11 +163,12 @@ class TrainingRun:
         if self.setup.evaluator is None:
             self.folder.save_head()
             return None
-        step = self._evaluated = self.progress.step
+        step = self.progress.step
         result = self.setup.evaluator(self.setup.trainer.model)
         length = result.acceptance_length(self.recipe.head.num_speculative_tokens)
         with self.folder.writing():
             self.journal.write("evaluate", {"step": step, **result.as_dict()})
+        self.progress = self.progress._replace(evaluated_step=step)
         if length > self.progress.best or self.folder.lost_head():
             self.progress = self.progress._replace(best=length, best_step=step)
             self.folder.save_head()
@@ -174,7 +182,8 @@ class TrainingRun:
 
     def _finish(self, *, whole: bool) -> None:
         self._log()
-        if whole and self._evaluated != self.progress.step:
+        evaluated = self.progress.evaluated_step == self.progress.step
+        if whole and (not evaluated or self.folder.lost_head()):
             self.evaluate()
         if self._saved != self.progress and self.progress.step:
             self.save()

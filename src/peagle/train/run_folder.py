@@ -45,6 +45,7 @@ class RunProgress(NamedTuple):
     seconds: float = 0.0  # spent in steps
     best: float = 0.0  # acceptance length of the best evaluated step
     best_step: int = -1
+    evaluated_step: int = -1  # the newest
 
 
 class RunFolder:
