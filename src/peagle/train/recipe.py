@@ -66,6 +66,11 @@ class HeadSection:
     start_from: Annotated[
         str | None, Doc("A head whose weights this run starts with.", if_none="random weights")
     ] = None
+    correction_size: Annotated[
+        int | None,
+        Ge(1),
+        Doc("Train a correction of this width for `start_from`.", if_none="train the head itself"),
+    ] = None
     copy_target_layers: Annotated[
         bool, Doc("Start as the target's last layers; the head needs their sizes.")
     ] = False
@@ -264,8 +269,19 @@ class Recipe:
                 "data.more has no stored states: a folder of `peagle capture` holds one dataset",
                 hint="drop data.features or data.more",
             )
+        self._check_correction()
         if not self.data.path:
             raise ConfigError("data.path is not set", hint="give a folder of `peagle prepare`")
+
+    def _check_correction(self) -> None:
+        head = self.head
+        if head.correction_size is None:
+            return
+        if head.method != "p-eagle" or head.start_from is None:
+            raise ConfigError(
+                "head.correction_size trains a correction for a p-eagle head that there is",
+                hint="name it: head.start_from=HEAD",
+            )
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
