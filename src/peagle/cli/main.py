@@ -158,12 +158,11 @@ def _usage_error(error: TyperException) -> tuple[str, str]:
     nearest = getattr(error, "possibilities", None)
     if nearest:
         return error.message, f"did you mean {nearest[0]}?"
-    if hasattr(error.__cause__, "errors"):  # pydantic's, of a value
-        (wrong,) = error.__cause__.errors()
-        if wrong["type"] in VALUE_ERRORS:
-            flag = getattr(error, "param").opts[0]  # noqa: B009
-            fault = "is out of range" if wrong["type"] in RANGES else "does not fit"
-            return f"{flag} {wrong['input']} {fault}", f"use {expected_value(wrong)}"
+    parameter, errors = getattr(error, "param", None), getattr(error.__cause__, "errors", None)
+    wrong = errors()[0] if parameter and errors else {"type": None}  # pydantic's, of a value
+    if wrong["type"] in VALUE_ERRORS:
+        fault = "is out of range" if wrong["type"] in RANGES else "does not fit"
+        return f"{parameter.opts[0]} {wrong['input']} {fault}", f"use {expected_value(wrong)}"
     context = getattr(error, "ctx", None)
     return error.format_message(), f"see {context.command_path if context else 'peagle'} --help"
 
