@@ -45,7 +45,8 @@ def test_a_run_without_plot_packages_works_and_says_so(
     reported: list[str] = []
     TrainingRun(setup(data, log_every=2), report=reported.append)()
     assert reported[0] == (
-        "no plots: tensorboard and matplotlib missing (pip install 'peagle[plots]')"
+        "not written: TensorBoard files and curves.png; tensorboard and matplotlib missing: "
+        "pip install 'peagle[plots]'"
     )
     assert any("loss" in line and "tokens/s" in line for line in reported)
     assert any("acceptance length by K" in line for line in reported)
@@ -85,7 +86,7 @@ def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_has_each_step_once_in_its_metrics(tmp_path: Path) -> None:
-    lines = [{"kind": "note", "step": step} for step in (1, 2, 3)]
+    lines = [{"kind": "train", "step": step} for step in (1, 2, 3)]
     (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"ki')
     Journal(tmp_path, from_step=2)
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]

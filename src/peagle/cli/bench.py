@@ -125,7 +125,7 @@ def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help="An --out of peagle bench: before.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="Another: after.")],
     tolerance: Annotated[
-        float | None, typer.Option(help="A loss below this share does not count.")
+        float | None, typer.Option(help="A loss below this share does not count.", min=0, max=1)
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Compare what is not alike too.")] = False,
     as_json: Json = False,

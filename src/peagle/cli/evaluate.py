@@ -14,6 +14,7 @@ from peagle.cli.flags import Json, expand_flags
 from peagle.cli.flags.answers import AnswerFlags, Limit, Split
 from peagle.cli.flags.engine import EngineFlags
 from peagle.cli.flags.sampling import MAX_TOKENS
+from peagle.config import MAX_DRAFT_NODES
 from peagle.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -36,16 +37,23 @@ def evaluate(
     ] = None,
     held_out_share: Annotated[
         float | None,
-        typer.Option(help="Only rows that training with this data.held_out_share left out."),
+        typer.Option(
+            help="Only rows that training with this data.held_out_share left out.", min=0, max=1
+        ),
     ] = None,
     split: Split = "train",
     limit: Limit = None,
     spec_tokens: Annotated[
-        int | None, typer.Option(help="The largest K; default: what the head was trained for.")
+        int | None,
+        typer.Option(help="The largest K; default: what the head was trained for.", min=1),
     ] = None,
     spec_nodes: Annotated[
         int | None,
-        typer.Option(help="Also as trees of 1 to N drafts, K of them behind each other at most."),
+        typer.Option(
+            help="Also as trees of 1 to N drafts, K of them behind each other at most.",
+            min=1,
+            max=MAX_DRAFT_NODES,
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens in an answer.")] = MAX_TOKENS,
     as_json: Json = False,

@@ -51,8 +51,9 @@ def write(text: str) -> None:
 
 
 def print_json(document: Any) -> None:
-    """The last line of stdout."""
-    write(json.dumps(document, ensure_ascii=False) + "\n")
+    """The last line of stdout; escaped where its encoding could not express every text."""
+    ascii_only = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    write(json.dumps(document, ensure_ascii=ascii_only) + "\n")
 
 
 def print_table(

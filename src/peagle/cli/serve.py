@@ -54,7 +54,9 @@ def serve(
         Literal["embedded", "vllm"], typer.Option(help="Which engine serves.")
     ] = "embedded",
     host: Annotated[str | None, typer.Option(help="Address; vLLM's default: all.")] = None,
-    port: Annotated[int | None, typer.Option(help=f"Default: {VLLM_PORT}.")] = None,
+    port: Annotated[
+        int | None, typer.Option(help=f"Default: {VLLM_PORT}.", min=1, max=65535)
+    ] = None,
     print_command: Annotated[
         bool, typer.Option("--print-command", help="Show the `vllm serve` line and exit.")
     ] = False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -58,7 +59,7 @@ def tune_command(
         ("--tokens-per-second", tokens_per_second),
         ("--gpus", gpus),
     ):
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{flag} {value:g} is out of range", hint="use a number above 0")
     results = load_results(path)
     tuning = tune(results)

@@ -14,13 +14,15 @@ from peagle.files import atomic_file, write_atomic
 logger = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 BOARD = "tensorboard"
-PLOTS = ("tensorboard", "matplotlib")
-Report = Callable[[str], None]
 CURVES = "curves.png"
+PLOTS = {"tensorboard": "TensorBoard files", "matplotlib": CURVES}  # by package
+INSTALL = "pip install 'peagle[plots]'"
+Report = Callable[[str], None]
 
 
 class Journal:
-    """`from_step`: where the run goes on; what an earlier one wrote beyond it is forgotten."""
+    """`from_step`: where the run goes on, its newest evaluation being that of `evaluated_step`;
+    what an earlier one wrote beyond them is forgotten."""
 
     def __init__(
         self,
@@ -28,6 +30,7 @@ class Journal:
         report: Report = logger.info,
         *,
         from_step: int = 0,
+        evaluated_step: int = -1,
         silent: bool = False,
     ) -> None:
         self.folder, self.report, self.silent = folder, report, silent
@@ -36,9 +39,10 @@ class Journal:
         self._board: Any = None
         if silent:
             return
-        forget_after(folder, from_step)
+        forget_after(folder, from_step, evaluated_step)
         if missing:
-            report(f"no plots: {' and '.join(missing)} missing (pip install 'peagle[plots]')")
+            files = " and ".join(PLOTS[name] for name in missing)
+            report(f"not written: {files}; {' and '.join(missing)} missing: {INSTALL}")
         if "tensorboard" not in missing:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -74,10 +78,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]  # a whole line ends with a newline
 
 
-def forget_after(folder: Path, step: int) -> None:
-    """Steps that will be done again leave no second line, and half a line is removed."""
+def forget_after(folder: Path, step: int, evaluated_step: int) -> None:
+    """What will be done again leaves no second line, and half a line is removed."""
+    newest = {"train": step, "evaluate": evaluated_step}
     if (folder / METRICS).exists():
-        kept = [line for line in read_metrics(folder) if line["step"] <= step]
+        kept = [line for line in read_metrics(folder) if line["step"] <= newest[line["kind"]]]
         write_atomic(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
 
 
