@@ -125,16 +125,8 @@ class HttpClient:
             return b"".join(pieces)
 
     def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The documents of a server-sent stream. One without its end mark broke off."""
-        ended = False
         with self._response("POST", path, body) as pieces:
-            for line in _lines(pieces):  # to the very end, or the connection is not kept
-                data = line[5:].strip() if line.startswith(b"data:") else b""
-                ended = ended or data == b"[DONE]"
-                if data and not ended:
-                    yield _document(data)
-        if not ended:
-            raise LostError("the answer broke off")
+            yield from server_sent(pieces)
 
     @contextlib.contextmanager
     def _response(
@@ -168,6 +160,18 @@ class HttpClient:
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
             # The server may have closed a kept connection while it was idle: try another.
             return self._client.send(request, stream=True)
+
+
+def server_sent(pieces: Iterator[bytes]) -> Generator[dict[str, Any], None, None]:
+    """The documents of a server-sent stream. One without its end mark broke off."""
+    ended = False
+    for line in _lines(pieces):  # to the very end, or the connection is not kept
+        data = line[5:].strip() if line.startswith(b"data:") else b""
+        ended = ended or data == b"[DONE]"
+        if data and not ended:
+            yield _document(data)
+    if not ended:
+        raise LostError("the answer broke off")
 
 
 def retrying(
