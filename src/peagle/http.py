@@ -141,7 +141,7 @@ class HttpClient:
             raise LostError(str(error) or type(error).__name__) from None
         try:
             if not response.is_success:
-                raise RefusedError(response.status_code, _message(response.read()))
+                raise RefusedError(response.status_code, error_message(response.read()))
             yield response.iter_bytes()
         except httpx.RemoteProtocolError:
             raise LostError("the answer broke off") from None
@@ -225,11 +225,11 @@ def _document(data: bytes) -> dict[str, Any]:
     except ValueError:
         raise LostError(f"the stream holds no JSON: {data[:80]!r}") from None
     if "error" in document:
-        raise RefusedError(500, _message(data))
+        raise RefusedError(500, error_message(data))
     return document
 
 
-def _message(content: bytes) -> str:
+def error_message(content: bytes) -> str:
     """The `message` of an OpenAI error, or the start of whatever came."""
     try:
         document = json.loads(content)
