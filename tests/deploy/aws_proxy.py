@@ -28,6 +28,7 @@ class Refusal:
     code: str
     message: str = "no"
     status: int = 400
+    more: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def serving(behaviour: Behaviour, moto: str) -> Iterator[str]:
             )
 
         def _refuse(self, refusal: Refusal) -> None:
-            content = {"__type": refusal.code, "message": refusal.message}
+            content = {"__type": refusal.code, "message": refusal.message, **refusal.more}
             headers = {"x-amzn-errortype": refusal.code, "Content-Type": "application/json"}
             self._send(refusal.status, headers, json.dumps(content).encode())
 

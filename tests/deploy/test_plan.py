@@ -201,7 +201,7 @@ def test_the_chosen_instance_is_the_first_with_room(
         if name in fitting:
             assert choose_instance(name, server, memory, skip_check=False)[0] == name
         else:
-            with pytest.raises(ConfigError, match="need|asked for"):
+            with pytest.raises(ConfigError, match=r"need|asked for"):
                 choose_instance(name, server, memory, skip_check=False)
 
 
@@ -309,7 +309,8 @@ def test_a_tree_is_not_something_that_vllm_runs(shell: Any, tmp_path: Path) -> N
         (("gpt-oss-20b", "--role", "me"), "is not the ARN of a role"),
         (("gpt-oss-20b", "--instance-type", "ml.g6e.xlarg"), "did you mean ml.g6e.xlarge"),
         (("gpt-oss-120b", "--instance-type", "ml.g6e.xlarge"), "use ml.g7e.2xlarge or larger"),
-        (("gpt-oss-20b", "--tensor-parallel-size", "2", "--instance-type", "ml.g6e.xlarge"), "fewer"),
+        (("gpt-oss-20b", "-tp", "2", "--instance-type", "ml.g6e.xlarge"), "No such option"),
+        (("gpt-oss-20b", "--instance-type=ml.g5.xlarge", "--tensor-parallel-size=2"), "has fewer"),
         (("gpt-oss-20b", "--autoscale", "3:1"), "--autoscale 3:1"),
         (("gpt-oss-20b", "--instance-count", "0"), "instance_count=0"),
         (("gpt-oss-20b", "--max-hours", "-1"), "max_hours=-1"),

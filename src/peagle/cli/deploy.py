@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from peagle.deploy.plan import DeployPlan
 
 STATUS_COLUMNS = (
-    *("endpoint", "region", "status", "model", "drafting", "instances"),
-    *("hours", "$ per hour", "$ so far", "end"),
+    *("endpoint", "region", "status", "serves", "instances"),
+    *("hours", "$/hour", "$ so far", "end (UTC)"),
 )
 CHAT = "/v1/chat/completions"
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -471,13 +471,12 @@ def _status_row(one: EndpointStatus) -> list[str]:
         one.name,
         one.region,
         one.status,
-        one.model,
-        one.drafting,
+        f"{one.model}, {one.drafting}",
         f"{one.instance_count} x {one.instance_type}",
         f"{one.hours:.1f}",
         "-" if one.dollars_per_hour is None else f"{one.dollars_per_hour:.2f}",
         "-" if one.dollars is None else f"{one.dollars:.2f}",
-        one.end or "-",
+        one.end[:16].replace("T", " ") if one.end else "-",
     ]
 
 

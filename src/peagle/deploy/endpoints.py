@@ -213,7 +213,8 @@ def down(
         if not dry_run:
             _wait_until_gone(aws, name, note)
     for kind in deleted:
-        note(f"{aws.region}: {'would delete' if dry_run else 'deleted'} {kind} {name}")
+        done = "would delete" if dry_run else "deleted"
+        note(f"{aws.region}: {done} {kind.replace('_', ' ')} {name}")
     if delete_files:
         deleted += _delete_files(aws, name, tags.get(FILES_TAG), bucket, note, dry_run)
     return deleted

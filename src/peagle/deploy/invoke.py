@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from peagle.deploy.aws import find_regions, find_session, without_secrets
@@ -56,7 +56,7 @@ class EndpointRuntime:
     def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         with _answering():
             answer = self._client.invoke_endpoint_with_response_stream(**self._request(body))
-            with answer["Body"] as stream:
+            with closing(answer["Body"]) as stream:
                 yield from server_sent(_payloads(stream))
 
     def _request(self, body: dict[str, Any]) -> dict[str, Any]:
