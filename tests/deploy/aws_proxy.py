@@ -33,7 +33,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Gate:
-    """Passes a request on and keeps its answer back: `reached` is set then."""
+    """Passes a request on, or not, and keeps its answer back: `reached` is set then."""
 
     reached: threading.Event = field(default_factory=threading.Event)
     passed_on: bool = True
@@ -71,15 +71,14 @@ def serving(behaviour: Behaviour, moto: str) -> Iterator[str]:
                 self._refuse(rule)
             elif operation.startswith("InvokeEndpoint"):
                 self._invoke(body)
-            elif isinstance(rule, Gate) and not rule.passed_on:
+            elif isinstance(rule, Gate):
+                if rule.passed_on:
+                    self._pass_on(body)
                 rule.reached.set()
-                self.close_connection = True
+                threading.Event().wait(60)  # whoever asked is killed meanwhile
             else:
                 status, headers, content = self._pass_on(body)
-                if isinstance(rule, Gate):
-                    rule.reached.set()
-                    threading.Event().wait(60)  # whoever asked is killed meanwhile
-                elif rule is not None:
+                if rule is not None:
                     content = json.dumps(rule(json.loads(content))).encode()
                 self._send(status, headers, content)
 
@@ -149,8 +148,13 @@ def serving(behaviour: Behaviour, moto: str) -> Iterator[str]:
         def log_message(self, *args: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *_: Any) -> None:
+            pass  # whoever asked was killed
+
+    server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:

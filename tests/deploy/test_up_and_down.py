@@ -24,6 +24,7 @@ def status_is(status: str, **more: Any) -> Any:
     return lambda document: {**document, "EndpointStatus": status, **more}
 
 
+@pytest.mark.slow
 def test_up_status_and_down_in_processes_of_their_own(aws: Account) -> None:
     process = aws.start(*UP, "--dollars-per-hour", "1.86", "--json")
     out, err = process.communicate()
@@ -126,25 +127,28 @@ def test_a_failed_creation_is_explained_and_rolled_back(aws: Account) -> None:
     assert aws.out.splitlines() == lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("operation", "passed_on"),
-    [("CreateModel", False), ("CreateEndpointConfig", True), ("CreateEndpoint", True)],
+    ("operation", "num_made", "verb"),
+    [
+        ("CreateModel", 0, UP[2:]),
+        ("CreateEndpointConfig", 2, ("down", "oss")),
+        ("CreateEndpoint", 3, UP[2:]),
+        ("CreateEndpoint", 3, ("down", "oss")),
+    ],
 )
 def test_killed_in_the_middle_up_goes_on_and_down_cleans_up(
-    aws: Account, operation: str, passed_on: bool
+    aws: Account, operation: str, num_made: int, verb: tuple[str, ...]
 ) -> None:
-    for verb in (("down", "oss"), UP[2:]):
-        gate = Gate(passed_on=passed_on)
-        aws.behaviour.rules[operation] = [gate] if passed_on else [gate] * 8
-        process = aws.start(*UP)
-        assert gate.reached.wait(60)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        aws.behaviour.rules.clear()
-        made = sum(len(names) for names in aws.left().values())
-        assert made == {"CreateModel": 0, "CreateEndpointConfig": 2, "CreateEndpoint": 3}[operation]
-        assert aws.verb(*verb) == 0
-        assert aws.left() == (NOTHING if verb[0] == "down" else ALL)
+    gate = Gate(passed_on=num_made > 0)
+    aws.behaviour.rules[operation] = [gate]
+    process = aws.start(*UP)
+    assert gate.reached.wait(60)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert sum(len(names) for names in aws.left().values()) == num_made
+    assert aws.verb(*verb) == 0
+    assert aws.left() == (NOTHING if verb[0] == "down" else ALL)
 
 
 def test_down_waits_while_an_endpoint_is_being_created(aws: Account) -> None:

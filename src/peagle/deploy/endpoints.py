@@ -13,20 +13,17 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from peagle.deploy import reaper
 from peagle.deploy.aws import Aws, aws_errors, without_secrets
 from peagle.deploy.plan import DOLLARS_TAG, DRAFTING_TAG, HIDDEN, MODEL_TAG, DeployPlan
 from peagle.deploy.reaper import (
     BUSY,
     END_TAG,
     FILES_TAG,
-    KINDS,
     PLAN_TAG,
-    camel,
-    delete,
     describe,
     log_group,
     tagged_endpoints,
-    tags_of,
 )
 from peagle.deploy.uploads import delete_objects, upload
 from peagle.errors import ConfigError, DeployError, PeagleError
@@ -98,19 +95,14 @@ def _check_same_plan(aws: Aws, plan: DeployPlan) -> dict[str, str]:
 
 def find(aws: Aws, name: str) -> dict[str, dict[str, Any]]:
     """The resources of that name, with tags; one that is not ours is an error."""
-    found = {}
     with aws_errors():
-        for kind in KINDS:
-            resource = describe(aws.sagemaker, kind, name)
-            if resource is None:
-                continue
-            tags = tags_of(aws.sagemaker, resource[f"{camel(kind)}Arn"])
-            if PLAN_TAG not in tags:
-                raise DeployError(
-                    f"the {kind.replace('_', ' ')} {name} in {aws.region} was not made by peagle",
-                    hint="use another name; this one stays as it is",
-                )
-            found[kind] = {**resource, "Tags": tags}
+        found = reaper.find(aws.sagemaker, name)
+    for kind, resource in found.items():
+        if PLAN_TAG not in resource["Tags"]:
+            raise DeployError(
+                f"the {kind.replace('_', ' ')} {name} in {aws.region} was not made by peagle",
+                hint="use another name; this one stays as it is",
+            )
     return found
 
 
@@ -204,20 +196,25 @@ def down(
     """Deletes what there is of a deployment; names the kinds."""
     found = find(aws, name)
     tags = {key: value for one in found.values() for key, value in one["Tags"].items()}
-    with aws_errors():
-        if not dry_run and found.get("endpoint", {}).get("EndpointStatus") in BUSY:
-            for endpoint in _watch(aws, name, note):  # SageMaker refuses to delete it until then
-                if endpoint["EndpointStatus"] not in BUSY:
-                    break
-        deleted = delete(aws.sagemaker, aws.autoscaling, name, tags, dry_run)
-        if not dry_run:
-            _wait_until_gone(aws, name, note)
-    for kind in deleted:
+    if found and not dry_run:
+        _delete(aws, name, found, note)
+    for kind in found:
         done = "would delete" if dry_run else "deleted"
         note(f"{aws.region}: {done} {kind.replace('_', ' ')} {name}")
+    deleted = list(found)
     if delete_files:
         deleted += _delete_files(aws, name, tags.get(FILES_TAG), bucket, note, dry_run)
     return deleted
+
+
+def _delete(aws: Aws, name: str, found: dict[str, dict[str, Any]], note: Note) -> None:
+    with aws_errors():
+        if found.get("endpoint", {}).get("EndpointStatus") in BUSY:
+            for endpoint in _watch(aws, name, note):  # SageMaker refuses to delete it until then
+                if endpoint["EndpointStatus"] not in BUSY:
+                    break
+        reaper.delete(aws.sagemaker, aws.autoscaling, name, found)
+        _wait_until_gone(aws, name, note)
 
 
 def _delete_files(

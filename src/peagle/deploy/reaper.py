@@ -46,10 +46,11 @@ def reap(
         why = why_due(cloudwatch, endpoint, idle, now)
         if why is None:
             continue
+        name = endpoint["EndpointName"]
         can = endpoint["EndpointStatus"] not in (*BUSY, "Deleting")
         if can and not dry_run:
-            delete(sagemaker, autoscaling, endpoint["EndpointName"], endpoint["Tags"])
-        yield Reaped(endpoint["EndpointName"], why, can)
+            delete(sagemaker, autoscaling, name, find(sagemaker, name))
+        yield Reaped(name, why, can)
 
 
 def tagged_endpoints(sagemaker: Any) -> Iterator[dict[str, Any]]:
@@ -106,26 +107,30 @@ def invocations(cloudwatch: Any, name: str, window: timedelta, now: datetime) ->
     return float(sum(point["Sum"] for point in answer["Datapoints"]))
 
 
-def delete(
-    sagemaker: Any, autoscaling: Any, name: str, tags: dict[str, str], dry_run: bool = False
-) -> list[str]:
-    """Deletes what there is of a deployment, the part that costs most first; names what it was."""
-    if SCALED_TAG in tags and not dry_run:
-        _deregister(autoscaling, name)
-    deleted = []
+def find(sagemaker: Any, name: str) -> dict[str, dict[str, Any]]:
+    """What there is of that name, by kind, each with its tags; theirs may not be ours."""
+    found = {}
     for kind in KINDS:
-        found = describe(sagemaker, kind, name)
-        if found is None or PLAN_TAG not in tags_of(sagemaker, found[f"{camel(kind)}Arn"]):
-            continue
-        deleted.append(kind)
-        if found.get("EndpointStatus") == "Deleting" or dry_run:
+        resource = describe(sagemaker, kind, name)
+        if resource is not None:
+            tags = tags_of(sagemaker, resource[f"{camel(kind)}Arn"])
+            found[kind] = {**resource, "Tags": tags}
+    return found
+
+
+def delete(sagemaker: Any, autoscaling: Any, name: str, found: dict[str, dict[str, Any]]) -> None:
+    """Deletes what is ours of `found`, the part that costs most first."""
+    ours = {kind: one for kind, one in found.items() if PLAN_TAG in one["Tags"]}
+    if any(SCALED_TAG in one["Tags"] for one in ours.values()):
+        _deregister(autoscaling, name)
+    for kind, resource in ours.items():
+        if resource.get("EndpointStatus") == "Deleting":
             continue
         try:
             getattr(sagemaker, f"delete_{kind}")(**{f"{camel(kind)}Name": name})
         except sagemaker.exceptions.ClientError as error:
             if not is_missing(error):  # somebody else was faster
                 raise
-    return deleted
 
 
 def _deregister(autoscaling: Any, name: str) -> None:
