@@ -75,6 +75,7 @@ def many(aws: Account) -> Account:
     return aws
 
 
+@pytest.mark.slow
 def test_only_idle_endpoints_of_ours_and_ended_ones_are_deleted(many: Account) -> None:
     assert many.verb("reap", "--idle", "60m", "--dry-run", "--json") == 0
     assert [one["name"] for one in many.json["endpoints"]] == ["ended", "idle", "used-before"]
@@ -99,6 +100,7 @@ def test_an_endpoint_that_is_young_or_starting_stays(aws: Account) -> None:
     assert len(backend().endpoints) == 2
 
 
+@pytest.mark.slow
 def test_endpoints_beyond_the_first_hundred_are_found(aws: Account) -> None:
     names = [f"many-{n:03}" for n in range(103)]
     make_endpoints(aws, names[0], names[-1])
@@ -111,6 +113,7 @@ def test_endpoints_beyond_the_first_hundred_are_found(aws: Account) -> None:
     assert set(backend().endpoints) == set(names[1:-1])
 
 
+@pytest.mark.slow
 def test_all_of_ours_in_a_region_have_a_status(many: Account) -> None:
     assert many.verb("status", "--dollars-per-hour", "2", "--json") == 0
     found = {one["name"]: one for one in many.json["endpoints"]}
@@ -130,6 +133,7 @@ def test_what_aws_refuses_is_said(many: Account) -> None:
     assert "AWS refuses ListEndpoints: AccessDeniedException" in many.err
 
 
+@pytest.mark.slow
 def test_the_lambda_function_reaps_without_peagle(
     many: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:

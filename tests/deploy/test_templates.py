@@ -25,6 +25,7 @@ def lint(template: dict[str, Any]) -> list[str]:
     return [str(match) for match in cfnlint.api.lint(json.dumps(template), regions=["us-east-1"])]
 
 
+@pytest.mark.slow
 def test_cloudformation_makes_what_up_makes(aws: Account) -> None:
     plan = planned(**SCALED)
     words = ("gpt-oss-20b", "--name", "oss", "--role", ROLE, "--autoscale", "1:3")
@@ -96,6 +97,7 @@ def leaves(value: Any) -> list[tuple[str, Any]]:
     return [("", "oss" if isinstance(value, str) and REFERENCE.fullmatch(value) else value)]
 
 
+@pytest.mark.slow
 def test_what_is_not_known_becomes_a_parameter() -> None:
     plan = planned(name="oss", pass_hf_token=True)
     template = cloudformation(plan)
@@ -116,6 +118,7 @@ def test_terraform_reads_nothing_into_a_value() -> None:
     assert "$${x} %%{y}" in environment["environment"]["SM_VLLM_SPECULATIVE_CONFIG"]
 
 
+@pytest.mark.slow
 def test_files_are_to_be_uploaded_before_a_template_is_used(aws: Account, model: str) -> None:
     words = ("plan", model, "--bucket", "heads", "--cloudformation")
     assert aws.verb(*words) == 0
@@ -125,6 +128,7 @@ def test_files_are_to_be_uploaded_before_a_template_is_used(aws: Account, model:
     assert lint(json.loads(aws.out)) == []
 
 
+@pytest.mark.slow
 def test_the_reapers_template_is_valid_and_calls_it_on_time() -> None:
     template = reaper_template(timedelta(hours=1), timedelta(minutes=15))
     assert lint(template) == []

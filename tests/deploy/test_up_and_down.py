@@ -17,6 +17,8 @@ from peagle.deploy.container import AMI
 from .aws_proxy import Gate, Refusal
 from .conftest import NOTHING, REGION, ROLE, UP, Account
 
+pytestmark = pytest.mark.slow
+
 ALL = {"model": ["oss"], "endpoint_config": ["oss"], "endpoint": ["oss"]}
 
 
@@ -24,7 +26,6 @@ def status_is(status: str, **more: Any) -> Any:
     return lambda document: {**document, "EndpointStatus": status, **more}
 
 
-@pytest.mark.slow
 def test_up_status_and_down_in_processes_of_their_own(aws: Account) -> None:
     process = aws.start(*UP, "--dollars-per-hour", "1.86", "--json")
     out, err = process.communicate()
@@ -127,7 +128,6 @@ def test_a_failed_creation_is_explained_and_rolled_back(aws: Account) -> None:
     assert aws.out.splitlines() == lines
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operation", "num_made", "verb"),
     [
