@@ -9,7 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class Account:
     capsys: pytest.CaptureFixture[str]
     out: str = ""
     err: str = ""
+    clients: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     def __call__(self, *words: str) -> int:
         """Runs one command line in this process."""
@@ -71,7 +72,9 @@ class Account:
     def client(self, service: str, region: str = REGION) -> Any:
         import boto3
 
-        return boto3.client(service, region_name=region)
+        if (service, region) not in self.clients:
+            self.clients[service, region] = boto3.client(service, region_name=region)
+        return self.clients[service, region]
 
     def left(self, region: str = REGION) -> dict[str, list[str]]:
         """Names of all that is there."""

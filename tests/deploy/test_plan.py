@@ -313,6 +313,7 @@ def test_a_tree_is_not_something_that_vllm_runs(shell: Any, tmp_path: Path) -> N
     [
         (("gpt-oss-21b",), "did you mean gpt-oss-20b"),
         (("gpt-oss-20b", "--region", "mars"), "is not an AWS region"),
+        (("gpt-oss-20b", "--region", "us-iso-east-1"), "give --image"),
         (("gpt-oss-20b", "--name", "a_b"), "is not a name that SageMaker takes"),
         (("gpt-oss-20b", "--role", "me"), "is not the ARN of a role"),
         (("gpt-oss-20b", "--instance-type", "ml.g6e.xlarg"), "did you mean ml.g6e.xlarge"),

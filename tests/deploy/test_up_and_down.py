@@ -330,6 +330,9 @@ def test_files_of_a_failed_up_are_removed_too(
     assert aws.verb("up", *words, "--bucket", "heads") == 2
     assert "uploading" in aws.err
     assert "Contents" not in s3.list_objects_v2(Bucket="heads")
+    aws.behaviour.rules["CreateModel"] = [Refusal("AccessDeniedException")]
+    assert aws.verb("up", *words, "--bucket", "heads") == 2
+    assert "Contents" not in s3.list_objects_v2(Bucket="heads")
     assert aws.verb("up", *words, "--bucket", "missing") == 2
     assert "NoSuchBucket" in aws.err
     assert "create the bucket" in aws.err

@@ -35,10 +35,8 @@ CHAT = "/v1/chat/completions"
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 LEAST_IDLE = timedelta(minutes=5)  # CloudWatch hears of invocations some minutes later
 
-app = typer.Typer(
-    help="Deploy a model with its drafter, and remove it again.", no_args_is_help=True
-)
-sagemaker = typer.Typer(help="Amazon SageMaker, with AWS' vLLM container.", no_args_is_help=True)
+app = typer.Typer(help="Deploy a model with its drafter, and remove it again.")
+sagemaker = typer.Typer(help="Amazon SageMaker, with AWS' vLLM container.")
 app.add_typer(sagemaker, name="sagemaker")
 
 DeployedModel = Annotated[
@@ -127,7 +125,7 @@ def up_command(
     for planned in plans:
         aws = Aws(planned.region)
         if dry_run:
-            _show_missing(planned, set(endpoints.find(aws, planned.name)))
+            _show_missing(planned, set(endpoints.check_same_plan(aws, planned)))
             continue
         try:
             endpoints.up(aws, planned, render.note)
@@ -213,7 +211,7 @@ def invoke_command(
     if as_json:
         render.print_json(document)
     else:
-        render.write(f"{document['choices'][0]['message']['content']}\n")
+        render.write(f"{document['choices'][0]['message']['content'] or ''}\n")
 
 
 @sagemaker.command("logs")

@@ -43,6 +43,7 @@ ACCOUNTS = {
     "us-gov-east-1": "446045086412",
     "us-gov-west-1": "442386744353",
 }
+OTHER_PARTITIONS = ("us-iso", "eu-iso", "eusc-")
 _REGION = re.compile(r"[a-z]{2}(-[a-z]+)+-\d")
 
 
@@ -53,6 +54,11 @@ def check_region(region: str) -> str:
 
 
 def default_image(region: str) -> str:
+    if region.startswith(OTHER_PARTITIONS):
+        raise ConfigError(
+            f"which registry holds the vLLM container for {region} is not known here",
+            hint="give --image",
+        )
     ending = ".cn" if region.startswith("cn-") else ""
     account = ACCOUNTS.get(region, ACCOUNT)
     return f"{account}.dkr.ecr.{region}.amazonaws.com{ending}/{REPOSITORY}"

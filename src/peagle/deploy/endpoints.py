@@ -25,7 +25,7 @@ from peagle.deploy.reaper import (
     log_group,
     tagged_endpoints,
 )
-from peagle.deploy.uploads import delete_objects, upload
+from peagle.deploy.uploads import bucket_name, delete_objects, objects, upload
 from peagle.errors import ConfigError, DeployError, PeagleError
 
 POLL_SECONDS = 10.0
@@ -38,10 +38,10 @@ Note = Callable[[str], None]
 def up(aws: Aws, plan: DeployPlan, note: Note) -> None:
     """Makes what is missing of a plan and waits until it is in service, or removes it again."""
     secrets = check_ready(plan)
-    there = _check_same_plan(aws, plan)
-    uploaded = False
+    there = check_same_plan(aws, plan)
+    has_files = _has_files(aws, plan)
     try:
-        uploaded = _upload(aws, plan, note)
+        _upload(aws, plan, note)
         if there.get("endpoint") in ("Deleting", "Failed"):
             _clear_endpoint(aws, plan.name, note)
             del there["endpoint"]
@@ -56,7 +56,7 @@ def up(aws: Aws, plan: DeployPlan, note: Note) -> None:
         _scale(aws, plan)
     except PeagleError:
         if there.get("endpoint") != "InService":  # one that answered before goes on
-            _roll_back(aws, plan, note, files=uploaded)
+            _roll_back(aws, plan, note, files=not has_files)
         raise
 
 
@@ -80,7 +80,7 @@ def _with(request: dict[str, Any], secrets: dict[str, str]) -> dict[str, Any]:
     return {**request, "PrimaryContainer": {**container, "Environment": variables | secrets}}
 
 
-def _check_same_plan(aws: Aws, plan: DeployPlan) -> dict[str, str]:
+def check_same_plan(aws: Aws, plan: DeployPlan) -> dict[str, str]:
     """What there is of a deployment already, each with its status; it must be of the same plan."""
     there = {}
     for kind, resource in find(aws, plan.name).items():
@@ -106,15 +106,21 @@ def find(aws: Aws, name: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _upload(aws: Aws, plan: DeployPlan, note: Note) -> bool:
+def _has_files(aws: Aws, plan: DeployPlan) -> bool:
+    """Whether files of the plan lie in S3 already, if only those of an interrupted upload."""
+    with aws_errors():
+        return plan.s3_uri is not None and bool(objects(aws.s3, plan.s3_uri))
+
+
+def _upload(aws: Aws, plan: DeployPlan, note: Note) -> None:
     if plan.s3_uri is None:
-        return False
+        return
     for one in plan.uploads:
         if one.export is not None and not one.export.done:
             note(f"exporting the head to {one.folder}")
         one.prepare()
     with aws_errors():
-        return upload(aws.s3, plan.uploads, plan.s3_uri, note)
+        upload(aws.s3, plan.uploads, plan.s3_uri, note)
 
 
 def _clear_endpoint(aws: Aws, name: str, note: Note) -> None:
@@ -178,7 +184,9 @@ def _roll_back(aws: Aws, plan: DeployPlan, note: Note, *, files: bool) -> None:
     try:
         for line in log_lines(aws, plan.name, LOG_LINES):
             note(f"  {line}")
-        down(aws, plan.name, note, delete_files=files)
+        down(aws, plan.name, note)
+        if files and plan.s3_uri is not None:
+            _delete_files(aws, plan.s3_uri, note)
     except PeagleError as error:
         note(f"could not remove what was made: {error.message}")
         note(f"run `peagle deploy sagemaker down {plan.name} --region {plan.region}`")
@@ -202,8 +210,11 @@ def down(
         done = "would delete" if dry_run else "deleted"
         note(f"{aws.region}: {done} {kind.replace('_', ' ')} {name}")
     deleted = list(found)
-    if delete_files:
-        deleted += _delete_files(aws, name, tags.get(FILES_TAG), bucket, note, dry_run)
+    uri = tags.get(FILES_TAG)
+    if bucket is not None:
+        uri = f"s3://{bucket_name(bucket, aws.region)}/peagle/{name}/"
+    if delete_files and uri is not None:
+        deleted += _delete_files(aws, uri, note, dry_run)
     return deleted
 
 
@@ -217,13 +228,7 @@ def _delete(aws: Aws, name: str, found: dict[str, dict[str, Any]], note: Note) -
         _wait_until_gone(aws, name, note)
 
 
-def _delete_files(
-    aws: Aws, name: str, uri: str | None, bucket: str | None, note: Note, dry_run: bool
-) -> list[str]:
-    if bucket is not None:
-        uri = f"s3://{bucket.replace('{region}', aws.region)}/peagle/{name}/"
-    if uri is None:
-        return []
+def _delete_files(aws: Aws, uri: str, note: Note, dry_run: bool = False) -> list[str]:
     if dry_run:
         note(f"{aws.region}: would delete files under {uri}")
         return ["files"]

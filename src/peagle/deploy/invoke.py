@@ -31,15 +31,16 @@ class EndpointRuntime:
     """One endpoint. Callable from many threads; raises RefusedError or LostError."""
 
     def __init__(self, name: str, region: str) -> None:
+        session = find_session(region)  # says it where boto3 is missing
         from botocore.config import Config
 
-        self.name, self.region = name, region
+        self.name = name
         config = Config(
             retries={"total_max_attempts": 1},  # a repeated request would be measured as one
             max_pool_connections=CONNECTIONS,
             read_timeout=TIMEOUT,
         )
-        self._client = find_session(region).client("sagemaker-runtime", config=config)
+        self._client = session.client("sagemaker-runtime", config=config)
 
     @property
     def endpoint(self) -> Endpoint:

@@ -31,7 +31,7 @@ from peagle.deploy.reaper import (
     VARIANT,
     scaled_resource,
 )
-from peagle.deploy.uploads import HEAD, TARGET, Upload, plan_uploads
+from peagle.deploy.uploads import HEAD, TARGET, Upload, bucket_name, plan_uploads
 from peagle.errors import ConfigError
 
 MODEL_TAG, DRAFTING_TAG = "peagle:model", "peagle:drafting"
@@ -284,8 +284,7 @@ def _s3_uri(name: str, region: str, bucket: str | None, uploads: tuple[Upload, .
             hint="give --bucket BUCKET, one in the endpoint's region",
         )
     identity = hashlib.sha256("\0".join(upload.identity for upload in uploads).encode())
-    bucket = bucket.removeprefix("s3://").rstrip("/").replace("{region}", region)
-    return f"s3://{bucket}/peagle/{name}/{identity.hexdigest()[:16]}/"
+    return f"s3://{bucket_name(bucket, region)}/peagle/{name}/{identity.hexdigest()[:16]}/"
 
 
 def _in_container(server: VllmServer, uploads: tuple[Upload, ...], parallel: int) -> VllmServer:

@@ -71,8 +71,12 @@ def _head_identity(folder: Path) -> str:
     return " ".join(sha256_of(file) for file in files)
 
 
-def upload(s3: Any, uploads: tuple[Upload, ...], uri: str, note: Callable[[str], None]) -> bool:
-    """Brings all files under `uri`; whether any had to be."""
+def bucket_name(given: str, region: str) -> str:
+    return given.removeprefix("s3://").rstrip("/").replace("{region}", region)
+
+
+def upload(s3: Any, uploads: tuple[Upload, ...], uri: str, note: Callable[[str], None]) -> None:
+    """Brings all files under `uri` that are not there yet."""
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     there = objects(s3, uri)
     missing = [
@@ -84,7 +88,6 @@ def upload(s3: Any, uploads: tuple[Upload, ...], uri: str, note: Callable[[str],
     for file, key in missing:
         note(f"uploading {file} to s3://{bucket}/{key} ({file.stat().st_size / 1e6:.1f} MB)")
         s3.upload_file(str(file), bucket, key)
-    return bool(missing)
 
 
 def objects(s3: Any, uri: str) -> dict[str, int]:
