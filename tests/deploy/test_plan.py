@@ -91,14 +91,6 @@ def test_published_pairs_are_known_by_name_and_jumpstart_id(name: str) -> None:
         assert (again.name, again.digest) == (plan.name, plan.digest)
 
 
-@pytest.mark.parametrize("name", released_models())
-def test_the_docs_say_which_instance_a_pair_runs_on(name: str) -> None:
-    page = (Path(__file__).parents[2] / "docs/deploy.md").read_text(encoding="utf-8")
-    known_as = released_models()[name].jumpstart_id
-    jumpstart = f"`{known_as}`" if known_as else "none found"
-    assert f"| `{name}` | {jumpstart} | {planned(name).instance_type} |\n" in page
-
-
 def test_requests_are_exact() -> None:
     plan = planned("qwen3-coder-30b-a3b-instruct", name="coder", role=ROLE, max_hours=4)
     tags = [

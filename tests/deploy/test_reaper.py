@@ -100,6 +100,13 @@ def test_an_endpoint_that_is_young_or_starting_stays(aws: Account) -> None:
     assert len(backend().endpoints) == 2
 
 
+def test_what_others_named_alike_stays(aws: Account) -> None:
+    make_endpoints(aws, "idle")
+    backend()._models["idle"].tags = []
+    assert aws.verb("reap") == 0
+    assert (len(backend().endpoints), len(backend()._models)) == (0, 1)
+
+
 @pytest.mark.slow
 def test_endpoints_beyond_the_first_hundred_are_found(aws: Account) -> None:
     names = [f"many-{n:03}" for n in range(103)]

@@ -264,6 +264,14 @@ def test_autoscaling_comes_and_goes_with_the_endpoint(aws: Account) -> None:
     assert not scaling.describe_scalable_targets(ServiceNamespace="sagemaker")["ScalableTargets"]
 
 
+def test_an_endpoint_that_answered_before_is_not_rolled_back(aws: Account) -> None:
+    scaled = (*UP, "--autoscale", "1:4")
+    assert aws(*scaled) == 0
+    aws.behaviour.rules["RegisterScalableTarget"] = [Refusal("AccessDeniedException")]
+    assert aws(*scaled) == 2
+    assert aws.left() == ALL
+
+
 def test_several_regions_have_endpoints_of_their_own(aws: Account) -> None:
     both = ("--region", "us-east-1,eu-west-1")
     assert aws(*UP, *both) == 0
