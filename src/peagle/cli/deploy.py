@@ -382,13 +382,13 @@ def _advised(advice: Advice) -> dict[str, Any]:
     if advice.off:
         render.note(f"note: no speculation: {advice.why}")
         return {"method": "none"}
-    if setting.num_draft_nodes is not None:
+    config = vllm_config(setting)
+    if config is None:
         raise ConfigError(
-            f"{advice.best.name} is advised, and vLLM drafts no trees",
-            hint="measure without --spec-nodes, or give --spec-tokens instead of --tuned",
+            f"{advice.best.name} is advised, and vLLM drafts chains of a fixed K alone",
+            hint="measure such chains, too, or give --spec-tokens instead of --tuned",
         )
-    config = peagle_config(setting) if setting.head else vllm_config(setting)
-    return dict(config or {})
+    return peagle_config(setting) or {} if setting.head else config
 
 
 def _plan_lines(plan: DeployPlan) -> Iterator[str]:
