@@ -7,13 +7,18 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import typer
 
+from peagle.backends.vllm.options import VllmOptions
+from peagle.backends.vllm.released import released_models
 from peagle.cli.main import app
+from peagle.deploy.config import DeployConfig
+from peagle.deploy.plan import make_plan
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks/README.md"])
@@ -129,6 +134,22 @@ def test_commands_and_flags_that_a_page_shows_exist(page: Path) -> None:
         if not has_verb or asked - flags - {"--help"}:
             wrong.append(" ".join(words))
     assert wrong == []
+
+
+@pytest.mark.parametrize("name", released_models())
+def test_the_page_of_deployments_says_which_instance_a_pair_runs_on(name: str) -> None:
+    page = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
+    known_as = released_models()[name].jumpstart_id
+    jumpstart = f"`{known_as}`" if known_as else "none found"
+    plan = make_plan(
+        name,
+        DeployConfig(),
+        region="us-east-1",
+        drafter={},
+        options=VllmOptions(),
+        now=datetime.now(UTC),
+    )
+    assert f"| `{name}` | {jumpstart} | {plan.instance_type} |\n" in page
 
 
 def test_trees_have_rows_and_bars_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ tune            which method and K to run
 simulate        predicted speed on a GPU that one does not have
 report          results as HTML
 serve           an OpenAI-compatible server
+deploy          an endpoint on SageMaker
 export          a head in vLLM's or the speculators library's layout
 doctor          what silently costs acceptance
 heads           the heads that ship, and released ones

@@ -16,6 +16,7 @@ from peagle.cli import (
     capture,
     chat,
     demo,
+    deploy,
     doctor,
     env,
     evaluate,
@@ -62,6 +63,7 @@ app.command("tune")(tune.tune_command)
 app.command("simulate")(simulate.simulate_command)
 app.command("report")(report.report_command)
 app.command("serve")(serve.serve)
+app.add_typer(deploy.app, name="deploy")
 app.command("export")(export.export)
 app.command("doctor")(doctor.doctor)
 app.command("heads")(heads.heads)

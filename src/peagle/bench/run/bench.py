@@ -76,7 +76,7 @@ def _session(
 ) -> Session:
     if prompter is None:
         served = EndpointSession(plan)
-        if served.endpoint.model != plan.model:
+        if served.endpoint.model not in ("", plan.model):  # "": it is not said
             note(f"warning: {plan.backend} serves {served.endpoint.model}, not {plan.model}")
         return served
     own = device if plan.backend == EMBEDDED else None
