@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from peagle.config import Doc
 from peagle.errors import RequestError
@@ -12,14 +13,59 @@ from peagle.errors import RequestError
 # Below this a softmax in float32 is an argmax with overflow risk; vLLM draws the line here too.
 GREEDY_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 1024
+MAX_GRAMMAR_CHARACTERS = 1 << 16
+MAX_CHOICES = 4096
+
+# The fields of StructuredOutputsParams of which one says what an answer looks like.
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """What an answer must look like: exactly one of json, regex, choice, grammar, json_object."""
+
+    json: str | Mapping[str, Any] | None = None  # a JSON schema, or its text
+    regex: str | None = None  # of the whole answer
+    choice: Sequence[str] | None = None
+    grammar: str | None = None  # Lark or GBNF
+    json_object: bool | None = None  # any JSON object
+    disable_any_whitespace: bool = False  # JSON without whitespace between its tokens
+    whitespace_pattern: str | None = None  # a regex: the whitespace that JSON may have
+
+    def __post_init__(self) -> None:
+        if len(self._given) != 1:
+            said = " and ".join(self._given) or "none"
+            raise RequestError(
+                f"structured_outputs takes one of {', '.join(CONSTRAINTS)}, but has {said}",
+                hint="give exactly one",
+            )
+        _check_grammar(self)
+
+    @property
+    def kind(self) -> str:
+        """Which of CONSTRAINTS it has."""
+        return self._given[0]
+
+    @property
+    def text(self) -> str:
+        """The constraint as text, a JSON schema with its keys in their order."""
+        if self.kind == "json_object":
+            return '{"type": "object"}'
+        value = getattr(self, self.kind)
+        return value if isinstance(value, str) else json.dumps(value)
+
+    @property
+    def _given(self) -> list[str]:
+        return [name for name in CONSTRAINTS if getattr(self, name) not in (None, False, "")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Parameters of one request. Every combination is lossless under speculation.
 
-    `num_speculative_tokens` is ours: None takes the engine's K, 0 turns speculation off for
-    this request, 1..K asks for fewer drafts.
+    `num_speculative_tokens` and `num_draft_nodes` are ours: None takes the engine's, 0 turns
+    speculation off for this request, less asks for fewer drafts. With speculation auto they are
+    limits.
     """
 
     n: Annotated[int, Doc("Answers per prompt.")] = 1
@@ -47,6 +93,11 @@ class SamplingParams:
     logprobs: Annotated[int | None, Doc("Log-probabilities of the N best tokens.")] = None
     skip_special_tokens: bool = True
     num_speculative_tokens: int | None = None
+    num_draft_nodes: int | None = None
+    structured_outputs: Annotated[
+        StructuredOutputsParams | None,
+        Doc('What answers look like: {"json": SCHEMA}, {"regex": ...}, {"choice": [...]} ...'),
+    ] = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -87,12 +138,15 @@ def _check_numbers(p: SamplingParams) -> None:
             )
     if p.logprobs is not None:
         _require(0 <= p.logprobs <= MAX_LOGPROBS, "logprobs", p.logprobs, f"in [0, {MAX_LOGPROBS}]")
-    if p.num_speculative_tokens is not None:
-        _require(
-            p.num_speculative_tokens >= 0,
-            "num_speculative_tokens",
-            p.num_speculative_tokens,
-            "0 (off for this request) or more",
+    for name, count in (
+        ("num_speculative_tokens", p.num_speculative_tokens),
+        ("num_draft_nodes", p.num_draft_nodes),
+    ):
+        _require(count is None or count >= 0, name, count, "0 (off for this request) or more")
+    if p.structured_outputs is not None and p.ignore_eos:
+        raise RequestError(
+            "structured_outputs and ignore_eos contradict each other",
+            hint="a grammar says where the answer ends: drop ignore_eos",
         )
     if p.greedy and p.n > 1:
         raise RequestError(
@@ -113,6 +167,42 @@ def _check_lists(p: SamplingParams) -> None:
             raise RequestError(
                 f"logit_bias of token {token_id} is {bias}", hint="use a value in [-100, 100]"
             )
+
+
+def _check_grammar(p: StructuredOutputsParams) -> None:
+    if p.kind == "json":
+        _check_schema(p.json)
+    elif p.kind == "choice":
+        _check_choice(p.choice or ())
+    elif p.kind != "json_object" and not isinstance(getattr(p, p.kind), str):
+        raise RequestError(f"{p.kind} is not a text")
+    if len(p.text) > MAX_GRAMMAR_CHARACTERS:
+        raise RequestError(
+            f"{p.kind} has {len(p.text)} characters", hint=f"use at most {MAX_GRAMMAR_CHARACTERS}"
+        )
+    is_json = p.kind in ("json", "json_object")
+    if p.whitespace_pattern is not None and (p.disable_any_whitespace or not is_json):
+        raise RequestError(
+            "whitespace_pattern has no effect here",
+            hint="use it with json or json_object, and without disable_any_whitespace",
+        )
+
+
+def _check_schema(schema: object) -> None:
+    try:
+        value = json.loads(schema) if isinstance(schema, str) else schema
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"json is not valid JSON: {error}", hint="give a JSON schema") from None
+    if not isinstance(value, Mapping):
+        raise RequestError("json is not a JSON schema", hint='use {"type": "object", ...}')
+
+
+def _check_choice(choice: Sequence[str]) -> None:
+    if isinstance(choice, str) or not all(isinstance(text, str) and text for text in choice):
+        raise RequestError("choice is not a list of texts", hint='use ["yes", "no"]')
+    if not 0 < len(choice) <= MAX_CHOICES:
+        raise RequestError(f"choice has {len(choice)} texts", hint=f"use 1 to {MAX_CHOICES}")
 
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:

@@ -120,11 +120,12 @@ def test_methods_take_turns_and_each_answers_every_prompt_in_every_repeat(shell:
         "plain", "ngram", "plain", "ngram", "ngram", "plain",
     ]  # fmt: skip
     assert "repeat 3 of 3: tokens/s plain" in shell.err
+    assert not any(llm.config.enable_prefix_caching for llm in shell.engines), "prompts come again"
 
 
 def contender(name: str, speeds: Sequence[float]) -> Contender:
     repeats = [Repeat([[1] * 64], [64 / speed], [SpecDecodeStats()]) for speed in speeds]
-    return Contender(name, cast("Any", None), None if name == "plain" else 5, repeats)
+    return Contender(name, cast("Any", None), None if name == "plain" else 5, repeats=repeats)
 
 
 def test_a_stall_of_one_repeat_neither_makes_a_speed_up_nor_hides_one() -> None:

@@ -75,6 +75,7 @@ class Contender:
     name: str
     llm: LLM
     num_speculative_tokens: int | None
+    is_auto: bool = False  # that is the most, and each step verifies as many as pay
     repeats: list[Repeat] = field(default_factory=list)
 
     @property
@@ -171,9 +172,11 @@ def _contenders(model: str) -> list[Contender]:
 def _contender(model: str, name: str, drafter: SpeculativeConfig | None) -> Contender:
     # float32: the claim is equality token for token, and bfloat16 has ties that rounding breaks.
     render.note(f"loading {model}, {name}")
-    llm = engines.build_llm(model, EngineConfig(dtype="float32", max_num_seqs=1), drafter)
+    # Without a prefix cache: a repeat has the same prompts, and each must read them anew.
+    config = EngineConfig(dtype="float32", max_num_seqs=1, enable_prefix_caching=False)
+    llm = engines.build_llm(model, config, drafter)
     llm.chat(_messages("Hello"), SamplingParams(temperature=0.0, max_tokens=8))  # warm-up
-    return Contender(name, llm, llm.num_speculative_tokens if drafter else None)
+    return Contender(name, llm, llm.num_speculative_tokens if drafter else None, llm.is_auto)
 
 
 def _run(
@@ -263,6 +266,7 @@ def record(plain: Contender, other: Contender, gain: Interval) -> dict[str, Any]
     return {
         "method": other.name,
         "num_speculative_tokens": other.num_speculative_tokens,
+        "is_auto": other.is_auto,
         "num_output_tokens": sum(map(len, first)),  # of a repeat
         "tokens_per_second": median(other.speeds.values()),
         "tokens_per_second_of_repeats": list(other.speeds.values()),
@@ -284,13 +288,19 @@ def table_row(other: Contender, gain: Interval, plain: Contender) -> list[str]:
     k, total = other.num_speculative_tokens, other.total()
     return [
         other.name,
-        str(k) if k else figures.NOTHING,
+        _drafts_per_step(other),
         figures.with_spread(median_interval([*other.speeds.values()])),
         figures.factor_with_bounds(gain) if k else figures.NOTHING,
         figures.length(total.mean_acceptance_length if total.num_drafts else None),
         figures.share(render.rate(total.num_drafts, total.num_steps) if k else None),
         "NO" if find_differences(plain, other) else "yes",
     ]
+
+
+def _drafts_per_step(other: Contender) -> str:
+    if other.is_auto:
+        return f"auto ({other.total().mean_draft_tokens:.1f})"
+    return str(other.num_speculative_tokens or figures.NOTHING)
 
 
 def _named(token_id: int | None) -> str:

@@ -12,6 +12,7 @@ rest of the prompt, or in the next one. So prompt rows never sample.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -22,8 +23,11 @@ from peagle.engine.adjust import needs_adjustment
 from peagle.engine.blocks import BlockAllocator
 from peagle.engine.clock import Clock, Shares
 from peagle.engine.host_batch import Column, HostBatch
+from peagle.engine.prefix_cache import Key, PrefixCacheStats, extend_keys
 from peagle.engine.request import Request, Status
 from peagle.engine.sampler import SAMPLINGS, sampling_of
+from peagle.speculation.budget import DraftBudget, DraftChoice
+from peagle.speculation.draft_limit import num_drafted_rows
 
 # Blocks taken ahead while there are plenty, so that the host does it less often: most answers get
 # all of theirs when they are admitted, and the device is told once.
@@ -38,7 +42,9 @@ class Slot:
     index: int
     serial: int
     num_known: int  # tokens known when it was admitted: the prompt, or more after preemption
-    num_prefilled: int = 0  # of all but the last of these, how many were launched
+    num_prefilled: int = 0  # of all but the last of these, how many were scheduled or cached
+    num_launched: int = 0  # of these, how many rows the device has, or will have first
+    is_cacheable: bool = True  # False: the drafter leaves rows out from now on
     num_written_blocks: int = 0  # how much of its block table the device has
     closed: bool = False  # ended or preempted: reports still in flight are not for it
     began: Shares | None = None  # the clock when it was admitted
@@ -65,6 +71,7 @@ class Schedule(NamedTuple):
     chunks: list[Chunk]
     opened: list[Slot]  # those that the device does not know yet
     grown: list[Slot]  # those with blocks that the device does not know yet
+    drafts: DraftChoice | None = None  # None: as many as requests ask for
 
     def __bool__(self) -> bool:
         return bool(len(self.slots) or self.chunks)
@@ -79,8 +86,14 @@ class Scheduler:
         max_drafts: int,
         eos_token_ids: frozenset[int],
         clock: Clock,
+        budget: DraftBudget | None = None,
+        *,
+        prefix_caching: bool = False,
+        max_draft_tokens: int | None = None,  # of a drafter that has a cache
     ) -> None:
-        self.allocator, self.clock = allocator, clock
+        self.allocator, self.clock, self.budget = allocator, clock, budget
+        self.prefix_caching, self.max_draft_tokens = prefix_caching, max_draft_tokens
+        self.prefix_cache_stats = PrefixCacheStats()
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.batch = HostBatch(max_num_seqs, max_drafts)
@@ -98,7 +111,7 @@ class Scheduler:
         num_preempted = self._num_preempted
         grown = self._make_room()
         slots = np.flatnonzero(self.batch.ready())
-        caps = self._caps(slots)
+        caps, drafts = self._caps(slots)
         budget = self.max_num_batched_tokens - len(slots) - int(caps.sum())
         opened = []
         if self._num_preempted == num_preempted:  # else the victim would come straight back
@@ -106,7 +119,8 @@ class Scheduler:
         chunks, joined = self._schedule_prompts(budget)
         slots = np.concatenate((slots, np.array(joined, dtype=np.int64)))
         caps = np.concatenate((caps, np.zeros(len(joined), dtype=np.int64)))
-        return Schedule(slots, caps, chunks, opened, [s for s in grown if not s.closed] + opened)
+        grown = [s for s in grown if not s.closed] + opened
+        return Schedule(slots, caps, chunks, opened, grown, drafts)
 
     @property
     def has_unfinished(self) -> bool:
@@ -123,18 +137,22 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
 
-    def _caps(self, slots: Column) -> Column:
-        """Drafts that the step has rows for; the oldest requests first. While prompts wait, drafts
-        leave half of the rows to them."""
-        caps = self.batch.num_rows[slots] - 1
+    def _caps(self, slots: Column) -> tuple[Column, DraftChoice | None]:
+        """Drafts that pay and that the step has rows for; the oldest requests first. While prompts
+        wait, drafts leave half of the rows to them."""
+        caps, drafts = self.batch.num_rows[slots] - 1, None
         left = self.max_num_batched_tokens - len(slots)
-        if self._prompting or (self.waiting and self._free):
+        has_prompts = bool(self._prompting or (self.waiting and self._free))
+        if has_prompts:
             left //= 2
+        if self.budget is not None:
+            drafts = self.budget.choose(slots, caps, may_explore=not has_prompts)
+            caps = drafts.caps.copy()
         if caps.sum() > left:
             order = np.argsort(self.batch.serials[slots])
             before = np.cumsum(caps[order]) - caps[order]
             caps[order] = np.clip(left - before, 0, caps[order])
-        return caps
+        return caps, drafts
 
     def _schedule_prompts(self, budget: int) -> tuple[list[Chunk], list[int]]:
         """-> the chunks that fit, and the slots whose newest token comes with them."""
@@ -163,22 +181,28 @@ class Scheduler:
             request = self.waiting[0]
             limit = len(request.prompt_token_ids) + request.max_tokens
             most = limit + request.cache_slack
-            table = self.allocator.open_table(most)
-            expected = request.num_tokens + request.max_drafts + 1
-            if not self.allocator.grow(table, min(expected, most)):
+            table = self.allocator.open_table(most, self._keys(request))
+            num_cached, expected = table.capacity, request.num_tokens + request.max_drafts + 1
+            has_room = self.allocator.grow(table, min(expected, most))
+            if not has_room or self._is_computed_by_another(request, num_cached):
                 self.allocator.close_table(table)
                 break
             self.waiting.popleft()
             request.table, request.status = table, Status.RUNNING
-            admitted.append(self._open(request, limit))
-            budget -= request.num_tokens
+            admitted.append(self._open(request, limit, num_cached))
+            budget -= request.num_tokens - num_cached
         for slot in admitted:
             self._grow(slot, 0)
         return admitted
 
-    def _open(self, request: Request, limit: int) -> Slot:
+    def _open(self, request: Request, limit: int, num_cached: int) -> Slot:
         self._num_admitted += 1
         slot = Slot(request, self._free.pop(), self._num_admitted, request.num_tokens)
+        slot.num_prefilled = slot.num_launched = num_cached
+        if not request.num_preemptions:
+            request.num_cached_tokens = num_cached
+            self.prefix_cache_stats.queries += request.num_tokens if self.prefix_caching else 0
+            self.prefix_cache_stats.hits += num_cached
         slot.began = self.clock.shares
         batch, n = self.batch, slot.index
         assert request.table is not None
@@ -196,6 +220,61 @@ class Scheduler:
         self.running[n] = slot
         self._prompting.append(slot)
         return slot
+
+    def launched(self, chunks: Sequence[Chunk]) -> None:
+        """These rows are computed before whatever is scheduled from now on."""
+        for slot, first, num_rows in chunks:
+            slot.num_launched = first + num_rows
+            reach = self._drafter_reach(slot.request)
+            if reach is not None and slot.num_launched >= reach:
+                slot.is_cacheable = False
+            self._remember(slot, slot.num_launched)
+
+    def _remember(self, slot: Slot, num_rows: int) -> None:
+        """Blocks that these rows fill are known from now on. What was sampled and not collected
+        yet, or refused, is not among them."""
+        if self.prefix_caching and slot.is_cacheable:
+            assert slot.request.table is not None
+            keys = self._keys(slot.request)[: num_rows // self.allocator.block_size]
+            self.allocator.remember(slot.request.table, keys)
+
+    def _num_final_rows(self, slot: Slot) -> int:
+        """Rows of a slot that both caches have for good, as far as reports say. The device may
+        have gone on behind a token that ended the request."""
+        request, reach = slot.request, self._drafter_reach(slot.request)
+        if slot.num_launched < slot.num_known - 1 or request.finish_reason == "error":
+            return slot.num_launched
+        if reach is None:
+            return request.num_tokens - 1
+        num_tokens, limit = (
+            int(x[slot.index]) for x in (self.batch.num_computed, self.batch.limits)
+        )
+        drafted = num_drafted_rows(num_tokens + 1, request.num_speculative_tokens, limit, reach)
+        return min(request.num_tokens - 1, drafted)
+
+    def _keys(self, request: Request) -> list[Key]:
+        if self.prefix_caching:
+            extend_keys(
+                request.block_keys,
+                request.token_ids,
+                self.allocator.block_size,
+                is_drafted=self._drafter_reach(request) is not None,
+            )
+        return request.block_keys
+
+    def _drafter_reach(self, request: Request) -> int | None:
+        """`max_draft_tokens`; None where its blocks do not hold the drafter's rows."""
+        return self.max_draft_tokens if request.num_speculative_tokens else None
+
+    def _is_computed_by_another(self, request: Request, num_cached: int) -> bool:
+        """Whether what the request lacks first is in a prompt that is not launched yet: then it
+        waits for it."""
+        block = num_cached // self.allocator.block_size
+        key = request.block_keys[block : block + 1]
+        return bool(key) and any(
+            slot.is_cacheable and slot.request.block_keys[block : block + 1] == key
+            for slot in self._prompting
+        )
 
     def _make_room(self) -> list[Slot]:
         """Blocks for one more step of all that decode, the oldest first; may preempt the youngest.
@@ -246,6 +325,7 @@ class Scheduler:
     def _close(self, slot: Slot) -> None:
         """Frees the slot and its blocks. What is in flight runs before whoever comes next."""
         assert not slot.closed
+        self._remember(slot, self._num_final_rows(slot))
         request = slot.request
         stats = request.stats  # with the outcomes that the batch has
         request.take_outcomes = None
