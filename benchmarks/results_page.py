@@ -62,14 +62,15 @@ class Kind(NamedTuple):
 
     method: str
     has_trees: bool = False
+    is_auto: bool = False  # the engine chooses how many drafts a step verifies
 
     @property
     def name(self) -> str:
-        return f"{METHODS[self.method]} trees" if self.has_trees else METHODS[self.method]
+        return METHODS[self.method] + " trees" * self.has_trees + ", auto" * self.is_auto
 
 
 PLAIN, CHAINS, TREES = Kind("none"), Kind("p-eagle"), Kind("p-eagle", has_trees=True)
-EAGLE3 = Kind("eagle3")
+AUTO, EAGLE3 = Kind("p-eagle", is_auto=True), Kind("eagle3")
 
 
 class Speed(NamedTuple):
@@ -82,6 +83,8 @@ class Speed(NamedTuple):
     @property
     def words(self) -> str:
         """`K = 7, N = 31`."""
+        if self.setting.is_auto:
+            return "auto"
         nodes = self.setting.num_draft_nodes
         return f"K = {self.setting.num_speculative_tokens}" + (f", N = {nodes}" if nodes else "")
 
@@ -219,9 +222,9 @@ def how_sure(report: Json) -> str:
 
 
 def drafters(report: Json) -> list[Kind]:
-    """Trees only where some were measured."""
-    has_trees = any(cell.get("num_draft_nodes") for cell in report["cells"])
-    return [CHAINS, TREES, EAGLE3] if has_trees else [CHAINS, EAGLE3]
+    """Trees and what the engine chooses only where some were measured."""
+    measured = {kind_of(cell) for cell in report["cells"]}
+    return [kind for kind in (CHAINS, TREES, AUTO, EAGLE3) if kind in measured | {CHAINS, EAGLE3}]
 
 
 def where_it_loses(report: Json) -> str:
@@ -301,16 +304,15 @@ def speeds_at(report: Json, workload: str, streams: int) -> dict[Setting, dict[i
 
 def setting_of(cell: Json) -> Setting:
     depth, nodes = cell["num_speculative_tokens"], cell.get("num_draft_nodes")
-    return Setting(cell["method"], depth, cell.get("head"), nodes)
+    return Setting(cell["method"], depth, cell.get("head"), nodes, cell.get("is_auto", False))
 
 
 def cells_of(report: Json, workload: str, kind: Kind) -> list[Json]:
-    wanted = workload, *kind
-    return [
-        cell
-        for cell in report["cells"]
-        if (cell["workload"], cell["method"], bool(cell.get("num_draft_nodes"))) == wanted
-    ]
+    return [c for c in report["cells"] if c["workload"] == workload and kind_of(c) == kind]
+
+
+def kind_of(cell: Json) -> Kind:
+    return Kind(cell["method"], bool(cell.get("num_draft_nodes")), cell.get("is_auto", False))
 
 
 def trees_beside_chains(report: Json) -> Iterable[str]:

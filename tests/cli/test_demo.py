@@ -120,6 +120,7 @@ def test_methods_take_turns_and_each_answers_every_prompt_in_every_repeat(shell:
         "plain", "ngram", "plain", "ngram", "ngram", "plain",
     ]  # fmt: skip
     assert "repeat 3 of 3: tokens/s plain" in shell.err
+    assert not any(llm.config.enable_prefix_caching for llm in shell.engines), "prompts come again"
 
 
 def contender(name: str, speeds: Sequence[float]) -> Contender:

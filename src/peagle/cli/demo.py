@@ -172,7 +172,9 @@ def _contenders(model: str) -> list[Contender]:
 def _contender(model: str, name: str, drafter: SpeculativeConfig | None) -> Contender:
     # float32: the claim is equality token for token, and bfloat16 has ties that rounding breaks.
     render.note(f"loading {model}, {name}")
-    llm = engines.build_llm(model, EngineConfig(dtype="float32", max_num_seqs=1), drafter)
+    # Without a prefix cache: a repeat has the same prompts, and each must read them anew.
+    config = EngineConfig(dtype="float32", max_num_seqs=1, enable_prefix_caching=False)
+    llm = engines.build_llm(model, config, drafter)
     llm.chat(_messages("Hello"), SamplingParams(temperature=0.0, max_tokens=8))  # warm-up
     return Contender(name, llm, llm.num_speculative_tokens if drafter else None, llm.is_auto)
 
@@ -295,10 +297,10 @@ def table_row(other: Contender, gain: Interval, plain: Contender) -> list[str]:
     ]
 
 
-def _drafts_per_step(contender: Contender) -> str:
-    if contender.is_auto:
-        return f"auto ({contender.total().mean_draft_tokens:.1f})"
-    return str(contender.num_speculative_tokens or figures.NOTHING)
+def _drafts_per_step(other: Contender) -> str:
+    if other.is_auto:
+        return f"auto ({other.total().mean_draft_tokens:.1f})"
+    return str(other.num_speculative_tokens or figures.NOTHING)
 
 
 def _named(token_id: int | None) -> str:

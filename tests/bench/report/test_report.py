@@ -189,6 +189,8 @@ def test_answers_of_trees_stand_with_their_method_and_say_so() -> None:
     shown = samples_block([tree, plain], ", with 1 request at once")
     assert re.findall("<h4>(.*?)</h4>", shown) == ["none", "p-eagle N=15 K=5"]
     assert "First repeat, with 1 request at once." in shown
+    auto = samples_block([replace(p_eagle, method="p-eagle auto (mine)"), plain])
+    assert re.findall("<h4>(.*?)</h4>", auto) == ["none", "p-eagle auto"]
 
 
 def test_trees_are_explained_where_there_are_some(html: str) -> None:

@@ -31,7 +31,7 @@ class SpeedUp:
 
     load: str
     gain: Interval
-    k: int
+    k: int | None  # None: the engine chooses
 
 
 def workloads(results: Results) -> list[str]:
@@ -49,7 +49,8 @@ def speed_ups(results: Results) -> dict[str, dict[str, list[SpeedUp]]]:
         for setting, gain in gains_at(place, cells).items():
             if setting.method != NONE:
                 points = found.setdefault(place.workload, {}).setdefault(names[setting.series], [])
-                _keep_the_faster(points, SpeedUp(place.load, gain, setting.num_speculative_tokens))
+                k = None if setting.is_auto else setting.num_speculative_tokens
+                _keep_the_faster(points, SpeedUp(place.load, gain, k))
     return found
 
 

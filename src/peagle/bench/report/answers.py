@@ -22,7 +22,7 @@ from peagle.bench.results.settings import (
 )
 
 SHOWN_OPEN = 2  # prompts; the others fold
-LABEL = re.compile(r"(?P<method>[^ ]+)(?: N=(?P<nodes>\d+))?(?: \((?P<head>.*)\))?")
+LABEL = re.compile(r"(?P<method>[^ ]+)(?: N=(?P<nodes>\d+))?(?P<auto> auto)?(?: \((?P<head>.*)\))?")
 # What an answer has that is read by columns: a fence, an indented line, or a line that begins so.
 CODE = re.compile(r"```|^(?: {4}|\t|def |class |import |from \w+ import |#include|function )", re.M)
 
@@ -59,12 +59,13 @@ def _sample_group(group: Sequence[Sample]) -> str:
 
 
 def _setting(sample: Sample) -> Setting:
-    """`Sample.method` is a label, `p-eagle (my-head)`, of trees `p-eagle N=31 (my-head)`."""
+    """`Sample.method` is a label: `p-eagle (my-head)`, `p-eagle N=31 (my-head)`, `p-eagle auto`."""
     found = LABEL.fullmatch(sample.method)
     if found is None:
         return Setting(sample.method, sample.num_speculative_tokens)
     nodes = int(found["nodes"]) if found["nodes"] else None
-    return Setting(found["method"], sample.num_speculative_tokens, found["head"], nodes)
+    depth, is_auto = sample.num_speculative_tokens, found["auto"] is not None
+    return Setting(found["method"], depth, found["head"], nodes, is_auto)
 
 
 def _short_label(sample: Sample, group: Sequence[Sample]) -> str:

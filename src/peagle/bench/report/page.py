@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Template
 
 from peagle.bench.analysis import series
-from peagle.bench.analysis.tune import Tuning, peagle_config, tune
+from peagle.bench.analysis.tune import Tuning, peagle_config, tune, vllm_config
 from peagle.bench.report import answers, tables, verdict
 from peagle.bench.report.manifest import machine, manifest_block, measured_at
 from peagle.bench.report.markup import (
@@ -108,7 +108,7 @@ def _run_this(manifest: Manifest, tuning: Tuning) -> list[str]:
     if config:
         why = f"{advice.best.name}, the best for all of this traffic together. A click selects it."
     blocks = [paragraph(text(why)), command(f"peagle generate {model} 'Hello'{option}")]
-    if setting.num_draft_nodes is None:  # vLLM does not draft trees
+    if advice.off or vllm_config(setting) is not None:  # vLLM drafts no trees and chooses no K
         blocks.append(command(f"peagle serve {model} --backend vllm{option}"))
     return blocks
 

@@ -109,7 +109,7 @@ def _row_of_ks(
     """Each point's K, in a row of its own below the axis: beside the points they would touch."""
     height = -(18 + ROW_OF_KS * number)  # points below the axis
     here = axes.get_xaxis_transform()
-    words = [(loads.index(point.load), str(point.k), "center") for point in points]
+    words = [(loads.index(point.load), str(point.k or "any"), "center") for point in points]
     for x, word, align in ((-0.3, f"{name}  K", "right"), *words):
         axes.annotate(
             word, (x, 0), xycoords=here, xytext=(0, height), textcoords="offset points",
