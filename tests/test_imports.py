@@ -26,6 +26,7 @@ LAYERS = (
     {"checkpoints"},
     {"engine"},
     {"backends"},
+    {"server"},
     {"prepare"},
     {"evaluate"},
     {"bench", "train"},
