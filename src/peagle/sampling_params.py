@@ -13,7 +13,7 @@ from peagle.errors import RequestError
 # Below this a softmax in float32 is an argmax with overflow risk; vLLM draws the line here too.
 GREEDY_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 1024
-MAX_GRAMMAR_CHARACTERS = 1 << 17
+MAX_GRAMMAR_CHARACTERS = 1 << 16
 MAX_CHOICES = 4096
 
 # The fields of StructuredOutputsParams of which one says what an answer looks like.
@@ -142,6 +142,11 @@ def _check_numbers(p: SamplingParams) -> None:
             "num_speculative_tokens",
             p.num_speculative_tokens,
             "0 (off for this request) or more",
+        )
+    if p.structured_outputs is not None and p.ignore_eos:
+        raise RequestError(
+            "structured_outputs and ignore_eos contradict each other",
+            hint="a grammar says where the answer ends: drop ignore_eos",
         )
     if p.greedy and p.n > 1:
         raise RequestError(

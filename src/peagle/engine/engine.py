@@ -17,6 +17,7 @@ from peagle.config import MAX_DRAFT_NODES, EngineConfig, Verification
 from peagle.engine.adjust import needs_adjustment
 from peagle.engine.build import draft_probs_shape, host_drafter, make_runner
 from peagle.engine.clock import Clock
+from peagle.engine.grammar import Grammar
 from peagle.engine.host_batch import Column
 from peagle.engine.host_sampling import HostSampling
 from peagle.engine.memory import make_allocator
@@ -177,6 +178,8 @@ class Engine:
             own = set(slots.tolist())  # a prompt that goes on needs nothing of the host
             chunks = [c for c in schedule.chunks if c.slot.index in own]
             requests = [self.scheduler.running[n].request for n in slots.tolist()]
+            if self._verification == "coupled":
+                caps = self.runner.cut_drafts(slots.tolist(), requests, caps)
             self._in_flight.append(self._run(slots, caps, chunks, HostSampling(requests)))
             schedule = schedule._replace(
                 slots=schedule.slots[~needs_host],
@@ -306,7 +309,7 @@ class Engine:
         """Appends tokens up to the first that ends the request; what follows it is dropped."""
         kept = 0
         for token in token_ids:
-            request.token_ids.append(token)
+            request.append(token)
             kept += 1
             if self._ends(request, token):
                 self.scheduler.finish(request)
@@ -325,9 +328,9 @@ class Engine:
         return request.finish_reason is not None
 
     def _fail(self, request: Request) -> NewTokens:
-        request.error = (
-            f"no token can be chosen at output {request.num_outputs}: "
-            "the logits are NaN or infinite, or every token is banned"
+        problem = None if request.grammar is None else request.grammar.error
+        request.error = f"no token can be chosen at output {request.num_outputs}: " + (
+            problem or "the logits are NaN or infinite, or every token is banned"
         )
         request.finish("error")
         self.scheduler.finish(request)
@@ -340,9 +343,12 @@ class Engine:
         params: SamplingParams,
         *,
         bad_word_ids: Sequence[Sequence[int]] = (),
+        grammar: Grammar | None = None,
         seed: int | None = None,
     ) -> Request:
-        """Queues a request; raises RequestError if it can never be served."""
+        """Queues a request; raises RequestError if it can never be served. `grammar`: of its
+        structured outputs, at its beginning and nobody else's."""
+        assert (grammar is None) == (params.structured_outputs is None)
         self.check_request(prompt_token_ids, params)
         room = self.max_model_len - len(prompt_token_ids)
         seed = params.seed if seed is None else seed
@@ -358,6 +364,7 @@ class Engine:
             num_draft_nodes=self._num_draft_nodes(depth),
             stop_token_ids=frozenset(ends),
             bad_word_ids=tuple(tuple(word) for word in bad_word_ids),
+            grammar=grammar,
         )
         self.scheduler.add(request)
         return request

@@ -13,6 +13,7 @@ from peagle.config import EngineConfig, SpeculativeConfig, from_mapping
 from peagle.engine.answers import PromptAnswers, open_answers
 from peagle.engine.detokenizer import decoder_of
 from peagle.engine.engine import Engine
+from peagle.engine.grammar import GrammarCompiler
 from peagle.engine.loading import choose_device, load_engine_target, load_speculation
 from peagle.engine.offline import OfflineInference
 from peagle.engine.prompts import Message, PromptReader, TokenizedPrompt
@@ -49,6 +50,9 @@ class LLM(OfflineInference[PromptAnswers]):
             config,
             eos_token_ids=eos_token_ids(self.model_path),
             speculation=load_speculation(speculative, target),
+        )
+        self._grammars = GrammarCompiler(
+            self._tokenizer, target.config.vocab_size, self.engine.eos_token_ids
         )
         self._counter = itertools.count()
         self._active: dict[Request, PromptAnswers] = {}
@@ -102,7 +106,13 @@ class LLM(OfflineInference[PromptAnswers]):
         the contract's: here every prompt is reported as it grows."""
         request_id = str(next(self._counter))
         answers = open_answers(
-            self.engine, self._tokenizer, self._decoder, request_id, *prompt, params
+            self.engine,
+            self._tokenizer,
+            self._decoder,
+            self._grammars,
+            request_id,
+            *prompt,
+            params,
         )
         for answer in answers.answers:
             self._active[answer.request] = answers
@@ -128,6 +138,8 @@ class LLM(OfflineInference[PromptAnswers]):
 
     def _check(self, prompt: TokenizedPrompt, params: SamplingParams) -> None:
         self.engine.check_request(prompt.token_ids, params)
+        if params.structured_outputs is not None:
+            self._grammars.compile(params.structured_outputs)
 
     def _forget(self, answers: PromptAnswers) -> None:
         for answer in answers.answers:

@@ -10,6 +10,7 @@ Shapes: B requests, N nodes, K depths, M candidates at each depth.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -92,6 +93,15 @@ def ancestors(parents: Tensor) -> Tensor:
     for n in range(parents.shape[1]):
         out[:, n + 1] = out.gather(1, parents[:, n : n + 1])[:, 0] | (1 << (n + 1))
     return out
+
+
+def pruned(
+    token_ids: Sequence[int], parents: Sequence[int], kept: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """One tree without the nodes that are not `kept` -> tokens and parents. Whose child is kept, is
+    kept itself."""
+    row_of = {0: 0} | {node + 1: row for row, node in enumerate(kept, start=1)}
+    return [token_ids[node] for node in kept], [row_of[parents[node]] for node in kept]
 
 
 def walk_tree(
