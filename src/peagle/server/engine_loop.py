@@ -173,15 +173,13 @@ class EngineLoop:
     def run(self) -> None:
         """Until the other side closes the connection."""
         self._connection.send(self._ready())
-        while self._take_commands():
-            # With nothing left to do, the engine still checks that all blocks are back.
-            for answers in self._llm.step():
-                request = self._open[self._keys[answers]]
-                request.count_step()
-                self._changed[request.key] = request
-                if answers.finished:
-                    self._forget(request)
-            self._report()
+        try:
+            while self._take_commands():
+                self._step()
+                self._report()
+        finally:
+            for request in list(self._open.values()):
+                self._abort(request)
 
     def _ready(self) -> Ready:
         engine = self._llm.engine
@@ -209,6 +207,15 @@ class EngineLoop:
         except (EOFError, ConnectionError):
             return False
         return True
+
+    def _step(self) -> None:
+        """With nothing left to do, the engine still checks that all blocks are back."""
+        for answers in self._llm.step():
+            request = self._open[self._keys[answers]]
+            request.count_step()
+            self._changed[request.key] = request
+            if answers.finished:
+                self._forget(request)
 
     def _submit(self, command: Submit) -> None:
         key, token_ids, params = command

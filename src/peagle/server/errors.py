@@ -65,4 +65,5 @@ def misfit(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unknown parameter {path[-1][:64]!r}", param=".".join(path))
     where = ".".join(path) or "the body"
-    return ApiError(400, f"{where}: {first['msg']}", param=".".join(path) or None)
+    said = str(first["msg"]).removeprefix("Value error, ")
+    return ApiError(400, f"{where}: {said}", param=".".join(path) or None)

@@ -6,9 +6,10 @@ is accepted and has no effect.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 INT64 = (1 << 63) - 1
@@ -20,6 +21,20 @@ class Body(BaseModel):
     """JSON as it stands: a text is not a number, true is not 1, and there is no NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class RequestBody(Body):
+    @model_validator(mode="before")
+    @classmethod
+    def _is_unicode(cls, data: Any) -> Any:
+        """JSON may escape half of a surrogate pair, which no tokenizer reads."""
+        if not isinstance(data, dict):  # a body that is not said to be JSON comes as bytes
+            return data
+        try:
+            json.dumps(data, ensure_ascii=False).encode()
+        except (UnicodeEncodeError, RecursionError):
+            raise ValueError("a text is not valid Unicode, or the body is too deep") from None
+        return data
 
 
 class StreamOptions(Body):
@@ -62,7 +77,7 @@ class StructuredOutputs(Body):
     whitespace_pattern: str | None = None
 
 
-class SamplingBody(Body):
+class SamplingBody(RequestBody):
     """What both kinds of completions take. None stands for the default of SamplingParams."""
 
     model: str | None = None
@@ -174,7 +189,7 @@ class ChatCompletionRequest(SamplingBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(RequestBody):
     """A text or a conversation; exactly one of the two."""
 
     model: str | None = None
@@ -186,7 +201,7 @@ class TokenizeRequest(Body):
     return_token_strs: bool | None = False
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(RequestBody):
     model: str | None = None
     tokens: list[TokenId]
 
