@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import threading
 from multiprocessing.connection import Connection
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from peagle.config import EngineConfig
 from peagle.engine.llm import LLM
 from peagle.sampling_params import SamplingParams
 from peagle.server.engine_loop import (
@@ -20,11 +22,13 @@ from peagle.server.engine_loop import (
     Report,
     Submit,
     run_engine,
+    warm_llm,
 )
 
 from .conftest import make_llm
 from .running import wait_for
 
+TOO_LONG = EngineConfig(device="cpu", max_model_len=100_000)
 LONG = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
 
 
@@ -75,7 +79,11 @@ def test_a_reader_that_falls_behind_gets_fewer_reports_and_every_token(llm: LLM)
 
 
 def run_in_thread(theirs: Connection, make: Any) -> threading.Thread:
-    thread = threading.Thread(target=run_engine, args=(theirs, make), daemon=True)
+    def run() -> None:
+        with contextlib.suppress(ValueError):  # what the engine of a test fails with
+            run_engine(theirs, make)
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread
 
@@ -105,6 +113,15 @@ def test_an_engine_that_fails_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch)
     assert isinstance(failed, Failed)
     assert "broken" in failed.message
     assert not failed.is_users
+
+
+def test_a_model_that_cannot_be_loaded_is_the_user_s_error(model_folder: Path) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    run_in_thread(theirs, lambda: warm_llm(str(model_folder), TOO_LONG, None))
+    failed = ours.recv()
+    assert failed.is_users
+    assert "exceeds the target's context" in failed.message
+    assert failed.hint is not None
 
 
 def test_what_the_engine_refuses_is_told_with_its_reason(llm: LLM) -> None:

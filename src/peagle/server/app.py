@@ -35,6 +35,7 @@ from peagle.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     DetokenizeResponse,
+    Drafter,
     ErrorAnswer,
     ModelCard,
     ModelList,
@@ -199,9 +200,17 @@ async def completions(body: CompletionRequest, request: Request, service: Served
 @router.get("/v1/models", response_model=ModelList, responses=REFUSALS)
 async def models(service: Served) -> ModelList:
     """The one model, under the name that requests use."""
-    length = service.ready.max_model_len
-    name = service.names[0]
-    card = ModelCard(id=name, created=service.created, root=name, max_model_len=length)
+    ready, name = service.ready, service.names[0]
+    drafter = None
+    if ready.num_speculative_tokens:
+        drafter = Drafter(method=ready.method, num_speculative_tokens=ready.num_speculative_tokens)
+    card = ModelCard(
+        id=name,
+        created=service.created,
+        root=name,
+        max_model_len=ready.max_model_len,
+        drafter=drafter,
+    )
     return ModelList(data=[card])
 
 

@@ -332,6 +332,11 @@ class ChatCompletion(Answer):
     metrics: Metrics | None = None
 
 
+class Drafter(Answer):
+    method: str
+    num_speculative_tokens: int
+
+
 class ModelCard(Answer):
     id: str
     object: Literal["model"] = "model"
@@ -339,6 +344,7 @@ class ModelCard(Answer):
     owned_by: Literal["peagle"] = "peagle"  # clients take it for a server with vLLM's keys
     root: str
     max_model_len: int
+    drafter: Drafter | None = None
 
 
 class ModelList(Answer):

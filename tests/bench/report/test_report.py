@@ -18,9 +18,9 @@ from peagle.bench.report.page import build_page, write_plots, write_report
 from peagle.bench.report.plots import all_plots
 from peagle.bench.report.verdict import headline, lossless_verdict, sentences
 from peagle.bench.results.document import Agreement, Lossless, Results
+from tests.browser import Browser, find_browser, started_browser
 
 from ..made import make_cell, make_lossless, make_results, make_samples, modelled_grid
-from .browser import Browser, find_browser, started_browser
 
 HOSTILE = (
     '</pre><script>document.title="owned"</script>',
