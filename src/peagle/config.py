@@ -103,6 +103,7 @@ class EngineConfig:
     max_num_seqs: Annotated[int, Doc("Requests at once.")] = 64
     max_num_batched_tokens: Annotated[int, Doc("Tokens per step.")] = 2048
     block_size: Annotated[int, Doc("Tokens per block of the KV cache.")] = 16
+    enable_prefix_caching: Annotated[bool, Doc("Keep the cache of shared prompts.")] = True
     quantization: Annotated[
         Quantization | None, Doc("Of the target's linear layers: fp8; vLLM knows more.")
     ] = None

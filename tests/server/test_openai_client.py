@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
@@ -196,3 +199,58 @@ def test_tools_reach_the_template_and_templates_without_them_refuse(client: Open
     assert client.chat.completions.create(tools=[tool], tool_choice="none", **keys).choices
     with pytest.raises(openai.BadRequestError, match="tool_choice"):
         client.chat.completions.create(tools=[tool], tool_choice="required", **keys)
+
+
+def test_a_second_turn_finds_the_first_in_the_prefix_cache(client: OpenAI, alone: LLM) -> None:
+    messages: Any = [{"role": "user", "content": "a question of its own, " * 4}]
+    keys: Any = {"model": NAME, "seed": 1, "max_tokens": 24}
+    first = client.chat.completions.create(messages=messages, **keys)
+    answer = first.choices[0].message.content
+    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "more"}]
+    second = client.chat.completions.create(messages=messages, **keys)
+    assert first.usage is not None
+    assert second.usage is not None
+    assert first.usage.prompt_tokens_details.cached_tokens == 0  # type: ignore[union-attr]
+    cached = second.usage.prompt_tokens_details.cached_tokens  # type: ignore[union-attr]
+    assert 64 <= cached < second.usage.prompt_tokens
+    (expected,) = alone.chat(messages, SamplingParams(seed=1, max_tokens=24))
+    assert second.choices[0].message.content == expected.outputs[0].text
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"extra_body": {"guided_choice": ["yes", "no"]}}, r"yes|no"),
+        ({"extra_body": {"structured_outputs": {"regex": "[0-9]{3}-[a-f]{2}"}}}, r"\d{3}-[a-f]{2}"),
+        ({"extra_body": {"guided_grammar": 'start: "a" "b"+'}}, r"ab+"),
+        ({"response_format": {"type": "json_object"}}, r"\{.*\}"),
+    ],
+)
+def test_the_form_of_an_answer_holds_whole_and_streamed(
+    client: OpenAI, asked: dict[str, Any], pattern: str
+) -> None:
+    keys: Any = {"model": NAME, "messages": MESSAGES, "seed": 5, "max_tokens": 200}
+    whole = client.chat.completions.create(**keys, **asked).choices[0]
+    stream = client.chat.completions.create(stream=True, **keys, **asked)
+    joined = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert joined == whole.message.content
+    if whole.finish_reason == "stop":
+        assert re.fullmatch(pattern, joined, re.DOTALL)
+
+
+def test_a_json_schema_is_kept_to(client: OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"size": {"type": "integer", "maximum": 9}, "on": {"type": "boolean"}},
+        "required": ["size", "on"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    keys: Any = {"model": NAME, "messages": MESSAGES, "response_format": form, "max_tokens": 300}
+    for seed in range(3):
+        got = client.chat.completions.create(seed=seed, **keys).choices[0]
+        if got.finish_reason == "stop":
+            jsonschema.validate(json.loads(got.message.content or ""), schema)
+    broken: Any = {"type": "json_schema", "json_schema": {"name": "s"}}
+    with pytest.raises(openai.BadRequestError, match=r"json_schema\.schema"):
+        client.chat.completions.create(**keys | {"response_format": broken})

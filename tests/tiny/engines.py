@@ -117,6 +117,7 @@ def run(engine: Engine, jobs: Sequence[Job], max_steps: int = 2000) -> list[Requ
                 )
         engine.step()
         engine.allocator.check([r.table for r in requests.values() if r.table is not None])
+        engine.allocator.check_prefixes()
         step += 1
     assert is_idle(engine)
     return [requests[n] for n in range(len(jobs))]

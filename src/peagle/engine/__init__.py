@@ -14,6 +14,7 @@ adjust         changes of logits that depend on the output: grammars, penalties,
 grammar        structured outputs: which tokens a grammar permits behind each row's drafts
 build          the models, caches and state that all steps share
 blocks         which cache blocks a sequence holds
+prefix_cache   blocks that requests with the same beginning share
 block_pools    where free blocks come from: ranges on a CPU, a stack on a GPU
 free_ranges    a set of block numbers, kept as ranges
 kv_cache       paged keys and values, and attention over them

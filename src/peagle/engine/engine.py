@@ -21,6 +21,7 @@ from peagle.engine.grammar import Grammar
 from peagle.engine.host_batch import Column
 from peagle.engine.host_sampling import HostSampling
 from peagle.engine.memory import make_allocator
+from peagle.engine.prefix_cache import PrefixCacheStats
 from peagle.engine.prompts import check_tokens
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.engine.runner import Report
@@ -141,6 +142,8 @@ class Engine:
             self.runner.models.state.drafts.shape[1],
             self.eos_token_ids,
             self.clock,
+            prefix_caching=config.enable_prefix_caching,
+            max_draft_tokens=self.runner.max_draft_tokens,
         )
         # A drafter on the host needs the last tokens before it can draft the next.
         overlaps = on_gpu if async_scheduling is None else async_scheduling
@@ -172,22 +175,24 @@ class Engine:
     def _launch(self, schedule: Schedule) -> None:
         """Requests whose logits the host changes or reads take an eager step of their own, ahead of
         the others'."""
+        chunks = schedule.chunks
         needs_host = self.scheduler.batch.needs_host[schedule.slots] > 0
         if needs_host.any():
             slots, caps = schedule.slots[needs_host], schedule.caps[needs_host]
             own = set(slots.tolist())  # a prompt that goes on needs nothing of the host
-            chunks = [c for c in schedule.chunks if c.slot.index in own]
+            hosts = [c for c in chunks if c.slot.index in own]
             requests = [self.scheduler.running[n].request for n in slots.tolist()]
             if self._verification == "coupled":
                 caps = self.runner.cut_drafts(slots.tolist(), requests, caps)
-            self._in_flight.append(self._run(slots, caps, chunks, HostSampling(requests)))
+            self._in_flight.append(self._run(slots, caps, hosts, HostSampling(requests)))
             schedule = schedule._replace(
                 slots=schedule.slots[~needs_host],
                 caps=schedule.caps[~needs_host],
-                chunks=[c for c in schedule.chunks if c not in chunks],
+                chunks=[c for c in chunks if c not in hosts],
             )
         if schedule:
             self._in_flight.append(self._run(schedule.slots, schedule.caps, schedule.chunks))
+        self.scheduler.launched(chunks)
 
     def _run(
         self,
@@ -276,6 +281,7 @@ class Engine:
         slot, (num_new, num_drafts, failed) = step.slots[n], row[:HEADER]
         request = slot.request
         if not num_new:
+            slot.is_cacheable = False  # if it goes on, then without drafts
             return [self._fail(request)] if failed else []
         token_ids = row[HEADER : HEADER + num_new]
         logprobs = [] if step.host is None else step.host.logprobs(n, token_ids)
@@ -396,6 +402,11 @@ class Engine:
             )
             drafts = drafts._replace(depth=depth, num_nodes=num_nodes)
         self.runner.warm_up(drafts, self.scheduler.max_num_batched_tokens, progress)
+
+    @property
+    def prefix_cache_stats(self) -> PrefixCacheStats:
+        """Totals since start."""
+        return self.scheduler.prefix_cache_stats
 
     @property
     def num_graphs(self) -> int:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from peagle.engine.blocks import BlockTable
 from peagle.engine.grammar import Grammar
+from peagle.engine.prefix_cache import Key
 from peagle.outputs import FinishReason
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.statistics import SpecDecodeStats
@@ -46,6 +47,8 @@ class Request:
     stop_reason: int | None = None
     error: str | None = None
     table: BlockTable | None = None
+    block_keys: list[Key] = field(default_factory=list)  # of the blocks that its tokens fill
+    num_cached_tokens: int = 0  # those of the prompt that the prefix cache had
     num_preemptions: int = 0
     # Steps that the engine counts by itself: `observe`'s arguments of those not in `stats` yet.
     take_outcomes: Callable[[], list[tuple[int, int, int, int]]] | None = None

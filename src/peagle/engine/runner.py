@@ -87,6 +87,11 @@ class Runner:
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     @property
+    def max_draft_tokens(self) -> int | None:
+        """See StepModels; None where no drafter has a cache."""
+        return None if self.models.drafting is None else self.models.max_draft_tokens
+
+    @property
     def num_graphs(self) -> int:
         return len(self._graphs)
 

@@ -115,6 +115,7 @@ class Generation:
     last_token_at: float | None = None
     num_output_tokens: int = 0
     num_preemptions: int = 0
+    num_cached_tokens: int = 0  # of prompts whose answers are finished
     stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
     keys: list[int] = field(default_factory=list)  # of its prompts, in their order
     num_unfinished: int = 0  # prompts
@@ -151,6 +152,7 @@ class Generation:
             self.num_output_tokens += len(one.token_ids)
         if news.stats is not None:
             self.stats.merge(news.stats)
+            self.num_cached_tokens += news.num_cached_tokens
             self.num_preemptions += news.num_preemptions
             self.num_unfinished -= 1
         self._has_news.set()

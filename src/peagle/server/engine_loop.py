@@ -58,6 +58,7 @@ class AnswerNews(NamedTuple):
 class RequestNews(NamedTuple):
     key: int
     answers: list[AnswerNews]
+    num_cached_tokens: int  # those of its prompt that the prefix cache had
     stats: SpecDecodeStats | None  # of a request that ended
     num_preemptions: int = 0
 
@@ -133,7 +134,9 @@ class Open:
         if self.answers.finished:
             stats = self.answers.stats
             preemptions = sum(a.request.num_preemptions for a in self.answers.answers)
-        return RequestNews(self.key, [self._answer_news(n) for n in changed], stats, preemptions)
+        news = [self._answer_news(n) for n in changed]
+        cached = self.answers.answers[0].request.num_cached_tokens
+        return RequestNews(self.key, news, cached, stats, preemptions)
 
     def _changed(self, n: int) -> bool:
         request = self.answers.answers[n].request

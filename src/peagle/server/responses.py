@@ -25,6 +25,7 @@ from peagle.server.protocol import (
     CompletionLogprobs,
     DraftedText,
     Metrics,
+    PromptTokensDetails,
     SpeculativeDecoding,
     StreamOptions,
     TokenLogprob,
@@ -82,9 +83,13 @@ class AnswerWriter(ABC):
         return _event(chunk) + DONE
 
     def usage(self) -> Usage:
-        prompt, completion = self.generation.num_prompt_tokens, self.generation.num_output_tokens
+        generation = self.generation
+        prompt, completion = generation.num_prompt_tokens, generation.num_output_tokens
         return Usage(
-            prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=generation.num_cached_tokens),
         )
 
     def metrics(self) -> Metrics:
