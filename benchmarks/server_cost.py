@@ -200,13 +200,36 @@ def figures(records: Sequence[Record]) -> dict[str, float]:
     }
 
 
-def measure(llm: LLM, port: int, setting: Setting, streams: int, repeats: int) -> dict[str, Any]:
+def engine_pids(pid: int) -> list[int]:
+    """The server's child that holds the model; another one only watches over it."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
+    return [int(c) for c in children if "resource_tracker" not in _command(c)]
+
+
+def _command(pid: str) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8")
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of all threads, so far: unlike wall time it does not depend on who else uses the machine."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(
+    llm: LLM, port: int, pid: int, setting: Setting, streams: int, repeats: int
+) -> dict[str, Any]:
+    (engine_pid,) = engine_pids(pid)
     bodies = [setting.body(n) for n in range(max(2 * streams, 4))]
     clients = Clients(streams)
     rounds: dict[str, list[dict[str, float]]] = {"alone": [], "http": []}
     for repeat in range(repeats + 1):  # the first warms both up
         alone = figures(run_alone(llm, bodies, streams))
-        http = figures(clients.run(port, bodies))
+        before = cpu_seconds(pid), cpu_seconds(engine_pid)
+        records = clients.run(port, bodies)
+        http, num_tokens = figures(records), sum(r.num_tokens for r in records)
+        http["http_cpu_us_per_token"] = (cpu_seconds(pid) - before[0]) / num_tokens * 1e6
+        http["engine_cpu_us_per_token"] = (cpu_seconds(engine_pid) - before[1]) / num_tokens * 1e6
         if repeat:
             rounds["alone"].append(alone)
             rounds["http"].append(http)
@@ -258,9 +281,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     setting = setting_of(args)
-    with running_server(setting, "--max-waiting-requests", "1024") as (port, _):
+    with running_server(setting, "--max-waiting-requests", "1024") as (port, process):
         llm = make_llm(setting, args)
-        cells = [measure(llm, port, setting, n, args.repeats) for n in args.streams]
+        cells = [measure(llm, port, process.pid, setting, n, args.repeats) for n in args.streams]
     document = {"provenance": provenance(probe_torch=True), "cells": cells}
     if args.out:
         write_json(args.out, document)

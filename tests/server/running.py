@@ -67,7 +67,8 @@ def running_server(
 
     engine = threading.Thread(target=run_engine, args=(theirs, make), daemon=True)
     engine.start()
-    wait_for(lambda: bool(made))
+    wait_for(lambda: bool(made) or not engine.is_alive())
+    assert made, "the engine did not start"
     config = ServerConfig(**{"log_requests": False, **options})
     service = make_service([NAME], made[0].model_path, config, ours)
     listener = listen("127.0.0.1", 0)
