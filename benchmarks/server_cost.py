@@ -20,6 +20,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import statistics
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from peagle.engine.llm import LLM
 
 START_SECONDS = 600.0
+COMPLETION_TOKENS = re.compile(rb'"completion_tokens":(\d+)')
 STREAMS_PER_CLIENT = 32  # one process reads so many without being the bottleneck
 
 
@@ -113,8 +115,8 @@ async def ask(port: int, body: dict[str, Any]) -> Record:
     writer.close()
     if b"[DONE]" not in tail:
         raise RuntimeError(f"the answer broke off: {tail[:300]!r}")
-    usage = json.loads(tail[tail.rindex(b'"usage":') + 8 :].partition(b"}")[0] + b"}")
-    return Record(began, first or ended, ended, usage["completion_tokens"])
+    num_tokens = int(COMPLETION_TOKENS.findall(tail)[-1])
+    return Record(began, first or ended, ended, num_tokens)
 
 
 def client_process(connection: Connection) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from server_cost import Setting, add_arguments, running_server, setting_of
+from server_cost import Setting, add_arguments, engine_pids, running_server, setting_of
 
 from peagle.files import write_json
 from peagle.provenance import provenance
@@ -130,9 +130,9 @@ def resident(pid: int) -> float:
 
 
 async def watch(pid: int, tally: Tally) -> None:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
+    (engine_pid,) = engine_pids(pid)
     while True:
-        sizes = {"http": resident(pid), "engine": sum(resident(int(child)) for child in children)}
+        sizes = {"http": resident(pid), "engine": resident(engine_pid)}
         tally.memory.append((time.monotonic(), sizes))
         await asyncio.sleep(1.0)
 
