@@ -71,8 +71,7 @@ class GrowingText:
     def add(self, news: AnswerNews) -> str:
         """-> the text that became certain. A stop string is found at the same token as by the
         engine, which looks for it in the same way."""
-        for token in self._with_text(news):
-            self.detokenizer.append(token)
+        self.detokenizer.extend(self._with_text(news))
         return self._fresh(ended=news.finish_reason is not None)
 
     def pieces(self, news: AnswerNews) -> list[Piece]:
@@ -200,7 +199,7 @@ class AsyncLLM:
         self._changed = asyncio.Event()
         self.ready: Ready | None = None
         self.failure: Failed | None = None
-        self.status = EngineStatus(0, 0, 0, SpecDecodeStats())
+        self.status = EngineStatus(0, 0, 0, 0, 0, SpecDecodeStats())
 
     def start(self) -> None:
         self._sender.start()
@@ -286,10 +285,11 @@ class AsyncLLM:
         )
 
     def _read(self) -> None:
-        """Called by the event loop where the connection has something."""
+        """Called by the event loop where the connection has something. One message at a time:
+        what it brought is written to clients before the next is read, and meanwhile the engine
+        gathers more for it."""
         try:
-            while self._connection.poll():
-                self._take(self._connection.recv())
+            self._take(self._connection.recv())
         except (EOFError, OSError):
             self._fail(GONE)
 

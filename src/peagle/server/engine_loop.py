@@ -10,8 +10,9 @@ fewer and longer ones, and the engine never waits for it.
 
 from __future__ import annotations
 
-import select
+import fcntl
 import signal
+import termios
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -75,6 +76,8 @@ class EngineStatus(NamedTuple):
     num_running: int
     num_waiting: int
     num_free_blocks: int
+    num_prefix_queries: int  # tokens of prompts
+    num_prefix_hits: int
     stats: SpecDecodeStats
 
 
@@ -253,7 +256,10 @@ class EngineLoop:
         self._connection.send(report)
 
     def _has_room(self) -> bool:
-        return bool(select.select([], [self._connection.fileno()], [], 0)[1])
+        """Whether the other side has read all that was sent. A report more, and a busy one would
+        read many short ones where a long one costs hardly more than each."""
+        unread = fcntl.ioctl(self._connection.fileno(), termios.TIOCOUTQ, bytes(4))
+        return not any(unread)
 
     def _status(self, due: bool) -> EngineStatus | None:
         now = time.monotonic()
@@ -265,6 +271,8 @@ class EngineLoop:
             len(engine.scheduler.running),
             len(engine.scheduler.waiting),
             engine.allocator.num_free,
+            engine.scheduler.prefix_cache_stats.queries,
+            engine.scheduler.prefix_cache_stats.hits,
             self._llm.stats,
         )
 

@@ -33,12 +33,6 @@ class ServerMetrics:
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens.")
         self.generation_tokens = self._counter("vllm:generation_tokens", "Output tokens.")
         self.num_preemptions = self._counter("vllm:num_preemptions", "Preempted requests.")
-        self.prefix_queries = self._counter(
-            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
-        )
-        self.prefix_hits = self._counter(
-            "vllm:prefix_cache_hits", "Prompt tokens that the prefix cache had."
-        )
         self._success = Counter(
             "vllm:request_success",
             "Answers by how they ended.",
@@ -107,8 +101,6 @@ class ServerMetrics:
     def _observe_end(self, generation: Generation, now: float) -> None:
         params, num_tokens = generation.params, generation.num_output_tokens
         self.num_preemptions.inc(generation.num_preemptions)
-        self.prefix_queries.inc(generation.num_prompt_tokens)
-        self.prefix_hits.inc(generation.num_cached_tokens)
         self._add("vllm:e2e_request_latency_seconds", now - generation.arrived)
         self._add("vllm:request_prompt_tokens", generation.num_prompt_tokens)
         self._add("vllm:request_generation_tokens", num_tokens)
@@ -154,6 +146,16 @@ class EngineCollector(Collector):
         yield self._gauge("vllm:num_requests_running", "Answers in steps.", status.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Answers that wait.", status.num_waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV cache blocks in use.", used)
+        yield self._count(
+            "vllm:prefix_cache_queries",
+            "Prompt tokens looked up in the prefix cache.",
+            status.num_prefix_queries,
+        )
+        yield self._count(
+            "vllm:prefix_cache_hits",
+            "Prompt tokens that the prefix cache had.",
+            status.num_prefix_hits,
+        )
         stats, prefix = status.stats, "vllm:spec_decode_"
         yield self._count(f"{prefix}num_drafts", "Steps with drafts.", stats.num_drafts)
         yield self._count(f"{prefix}num_draft_tokens", "Draft tokens.", stats.num_draft_tokens)
