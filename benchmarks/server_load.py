@@ -32,7 +32,7 @@ KINDS = ("whole", "streamed", "cancelled", "disconnected", "oversized", "malform
 WEIGHTS = (6, 8, 3, 3, 1, 1)
 NUM_REQUESTS = 24  # distinct ones
 MAX_BODY = 200_000
-STOPS = ([], ["\n\n"], [".", "\n"])
+STOPS: tuple[list[str], ...] = ([], ["\n\n"], [".", "\n"])
 
 
 @dataclass
@@ -164,8 +164,10 @@ async def idle_figures(client: httpx.AsyncClient) -> dict[str, float]:
     """What the server says of its engine; a last request makes it report."""
     await whole(client, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1})
     page = (await client.get("/metrics")).text
-    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    names += ("generation_tokens_total", "num_preemptions_total")
+    names = (
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+        *("generation_tokens_total", "num_preemptions_total"),
+    )
     figures = {}
     for name in names:
         match = re.search(rf"^vllm:{name}{{.*}} (\S+)$", page, re.MULTILINE)

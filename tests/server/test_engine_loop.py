@@ -60,7 +60,7 @@ def test_a_cancelled_request_s_blocks_are_free_before_the_next_step(llm: LLM) ->
 def test_a_reader_that_falls_behind_gets_fewer_reports_and_every_token(llm: LLM) -> None:
     ours, theirs = multiprocessing.Pipe()
     loop, is_busy = EngineLoop(llm, theirs), [True]
-    loop._has_room = lambda: not is_busy[0]  # type: ignore[method-assign]
+    loop._has_room = lambda: not is_busy[0]
     ours.send(Submit(0, [1, 2, 3], LONG))
     for _ in range(10):
         one_round(loop)

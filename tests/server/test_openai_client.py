@@ -31,7 +31,7 @@ def client(server: RunningServer) -> Iterator[OpenAI]:
 
 
 def test_chat_is_the_engine_s_own_answer(client: OpenAI, alone: LLM) -> None:
-    got = client.chat.completions.create(messages=MESSAGES, **KEYS)  # type: ignore[call-overload]
+    got = client.chat.completions.create(messages=MESSAGES, **KEYS)
     (expected,) = alone.chat(MESSAGES, SAMPLED)
     (choice,) = got.choices
     assert choice.message.content == expected.outputs[0].text
@@ -45,7 +45,7 @@ def test_chat_is_the_engine_s_own_answer(client: OpenAI, alone: LLM) -> None:
 
 
 def test_a_stream_joined_is_the_whole_answer(client: OpenAI, alone: LLM) -> None:
-    stream = client.chat.completions.create(  # type: ignore[call-overload]
+    stream = client.chat.completions.create(
         messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **KEYS
     )
     chunks = list(stream)
@@ -61,14 +61,14 @@ def test_a_stream_joined_is_the_whole_answer(client: OpenAI, alone: LLM) -> None
 
 def test_completions_take_texts_and_token_ids(client: OpenAI, alone: LLM) -> None:
     prompts: Any = ["abc", "the", "a b"]
-    got = client.completions.create(prompt=prompts, **KEYS)  # type: ignore[call-overload]
+    got = client.completions.create(prompt=prompts, **KEYS)
     expected = [alone.generate(prompt, SAMPLED)[0].outputs[0].text for prompt in prompts]
     assert [c.text for c in got.choices] == expected
     assert [c.index for c in got.choices] == [0, 1, 2]
     ids = [alone.get_tokenizer().encode(prompt) for prompt in prompts]
-    again = client.completions.create(prompt=ids, **KEYS)  # type: ignore[call-overload]
+    again = client.completions.create(prompt=ids, **KEYS)
     assert [c.text for c in again.choices] == expected
-    one = client.completions.create(prompt=ids[0], echo=True, **KEYS)  # type: ignore[call-overload]
+    one = client.completions.create(prompt=ids[0], echo=True, **KEYS)
     assert one.choices[0].text == "abc" + expected[0]
 
 
@@ -76,13 +76,11 @@ def test_n_answers_are_those_of_the_engine_whole_and_streamed(client: OpenAI, al
     (expected,) = alone.generate("abc", SamplingParams(n=3, seed=3, max_tokens=30, ignore_eos=True))
     texts = [output.text for output in expected.outputs]
     assert len(set(texts)) == 3
-    got = client.completions.create(prompt="abc", n=3, **KEYS)  # type: ignore[call-overload]
+    got = client.completions.create(prompt="abc", n=3, **KEYS)
     assert [c.text for c in got.choices] == texts
     joined = ["", "", ""]
     ends = []
-    stream = client.completions.create(  # type: ignore[call-overload]
-        prompt="abc", n=3, stream=True, **KEYS
-    )
+    stream = client.completions.create(prompt="abc", n=3, stream=True, **KEYS)
     for chunk in stream:
         for choice in chunk.choices:
             joined[choice.index] += choice.text
@@ -112,9 +110,7 @@ def test_logprobs_are_the_engine_s(client: OpenAI, alone: LLM) -> None:
     params = SamplingParams(seed=3, max_tokens=5, logprobs=2, ignore_eos=True)
     (expected,) = alone.chat(MESSAGES, params)
     keys = KEYS | {"max_tokens": 5}
-    got = client.chat.completions.create(  # type: ignore[call-overload]
-        messages=MESSAGES, logprobs=True, top_logprobs=2, **keys
-    )
+    got = client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=2, **keys)
     content = got.choices[0].logprobs.content
     tokens = expected.outputs[0].token_ids
     assert expected.outputs[0].logprobs is not None
@@ -124,7 +120,7 @@ def test_logprobs_are_the_engine_s(client: OpenAI, alone: LLM) -> None:
     assert [entry.token for entry in content] == [entry.decoded_token for entry in chosen]
     assert [e.logprob for e in content] == pytest.approx([e.logprob for e in chosen], abs=1e-4)
     assert all(len(entry.top_logprobs) == 2 for entry in content)
-    other = client.completions.create(prompt="abc", logprobs=2, **keys)  # type: ignore[call-overload]
+    other = client.completions.create(prompt="abc", logprobs=2, **keys)
     assert len(other.choices[0].logprobs.token_logprobs) == 5
     assert other.choices[0].logprobs.text_offset[0] == 0
 
@@ -135,15 +131,13 @@ def test_a_stop_string_never_leaks(client: OpenAI, alone: LLM) -> None:
     stops = [text[at : at + n] for n in (1, 2, 3) for at in range(5, 15, 3)]
     for stop in (s for s in stops if "\ufffd" not in s):
         keys = KEYS | {"stop": [stop]}
-        stream = client.chat.completions.create(  # type: ignore[call-overload]
-            messages=MESSAGES, stream=True, **keys
-        )
+        stream = client.chat.completions.create(messages=MESSAGES, stream=True, **keys)
         chunks = [c.choices[0] for c in stream]
         joined = "".join(c.delta.content or "" for c in chunks)
         assert joined == text[: text.index(stop)]
         assert chunks[-1].finish_reason == "stop"
         assert chunks[-1].stop_reason == stop
-        got = client.chat.completions.create(messages=MESSAGES, **keys)  # type: ignore[call-overload]
+        got = client.chat.completions.create(messages=MESSAGES, **keys)
         assert got.choices[0].message.content == joined
 
 
@@ -153,7 +147,7 @@ def test_speculation_is_chosen_per_request_and_counted(client: OpenAI) -> None:
         keys = KEYS | {
             "extra_body": {"ignore_eos": True, "speculative": {"num_speculative_tokens": k}}
         }
-        answers.append(client.completions.create(prompt="abc", **keys))  # type: ignore[call-overload]
+        answers.append(client.completions.create(prompt="abc", **keys))
     assert len({a.choices[0].text for a in answers}) == 1
     default, plain, two = (a.metrics for a in answers)
     assert "speculative_decoding" not in plain
@@ -165,10 +159,10 @@ def test_speculation_is_chosen_per_request_and_counted(client: OpenAI) -> None:
 
 def test_drafted_text_is_told_apart_and_joins_to_the_answer(client: OpenAI) -> None:
     keys = KEYS | {"extra_body": {"ignore_eos": True, "speculative": {"show_drafts": True}}}
-    got = client.completions.create(prompt="abc", **keys)  # type: ignore[call-overload]
+    got = client.completions.create(prompt="abc", **keys)
     pieces = got.choices[0].drafts
     assert "".join(piece["text"] for piece in pieces) == got.choices[0].text
-    plain = client.completions.create(prompt="abc", **KEYS)  # type: ignore[call-overload]
+    plain = client.completions.create(prompt="abc", **KEYS)
     assert plain.choices[0].text == got.choices[0].text
 
 
@@ -210,8 +204,8 @@ def test_a_second_turn_finds_the_first_in_the_prefix_cache(client: OpenAI, alone
     second = client.chat.completions.create(messages=messages, **keys)
     assert first.usage is not None
     assert second.usage is not None
-    assert first.usage.prompt_tokens_details.cached_tokens == 0  # type: ignore[union-attr]
-    cached = second.usage.prompt_tokens_details.cached_tokens  # type: ignore[union-attr]
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    cached = second.usage.prompt_tokens_details.cached_tokens
     assert 64 <= cached < second.usage.prompt_tokens
     (expected,) = alone.chat(messages, SamplingParams(seed=1, max_tokens=24))
     assert second.choices[0].message.content == expected.outputs[0].text

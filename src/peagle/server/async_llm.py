@@ -163,7 +163,7 @@ class Generation:
     def _delta(self, number: int, news: AnswerNews) -> Delta:
         if news.error is not None:
             raise ApiError(500, news.error)
-        choice = number * self.params.n + news.index
+        choice = number * self.params.n + news.number
         pieces = self.texts[choice].pieces(news) if self.shows_drafts else None
         text = self.texts[choice].add(news) if pieces is None else "".join(p.text for p in pieces)
         return Delta(

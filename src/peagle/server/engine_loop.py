@@ -47,7 +47,7 @@ class Abort(NamedTuple):
 class AnswerNews(NamedTuple):
     """What one answer got since the last report."""
 
-    index: int
+    number: int  # of the answer, among the request's n
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
     tokens_per_step: list[int]  # how the tokens fall into steps
@@ -154,7 +154,7 @@ class Open:
         self.num_reported[n], self.tokens_per_step[n] = request.num_outputs, []
         self.has_reported_end[n] = request.finish_reason is not None
         return AnswerNews(
-            index=n,
+            number=n,
             token_ids=request.token_ids[len(request.prompt_token_ids) + since :],
             logprobs=request.logprobs[since:],
             tokens_per_step=steps,

@@ -56,7 +56,7 @@ class PromptRenderer:
         if isinstance(given, str):
             return [await self.encode(given, body.add_special_tokens)]
         if given and isinstance(given[0], int):
-            return [TokenizedPrompt(None, list(given))]  # type: ignore[arg-type]
+            return [TokenizedPrompt(None, list(given))]
         prompts = []
         for one in given:
             if isinstance(one, str):
