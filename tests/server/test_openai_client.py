@@ -192,7 +192,37 @@ def test_tools_reach_the_template_and_templates_without_them_refuse(client: Open
     assert with_tools.usage.prompt_tokens > plain.usage.prompt_tokens
     assert client.chat.completions.create(tools=[tool], tool_choice="none", **keys).choices
     with pytest.raises(openai.BadRequestError, match="tool_choice"):
-        client.chat.completions.create(tools=[tool], tool_choice="required", **keys)
+        client.chat.completions.create(tool_choice="required", **keys)
+
+
+def test_a_required_tool_is_called_with_arguments_of_its_schema(client: OpenAI) -> None:
+    """The tiny model has never seen a tool: the form is all that makes it call one."""
+    size = {"type": "integer", "minimum": 0, "maximum": 9}
+    schema = {"type": "object", "properties": {"size": size}, "required": ["size"]}
+    schema["additionalProperties"] = False
+    tools: Any = [
+        {"type": "function", "function": {"name": name, "parameters": schema}} for name in "fg"
+    ]
+    keys: Any = {"model": NAME, "messages": MESSAGES, "tools": tools, "max_tokens": 200}
+    named: Any = {"type": "function", "function": {"name": "g"}}
+    for choice in ("required", named):
+        whole = client.chat.completions.create(tool_choice=choice, seed=2, **keys).choices[0]
+        assert whole.finish_reason == "tool_calls"
+        assert whole.message.content is None
+        (call,) = whole.message.tool_calls
+        assert call.function.name in (["g"] if choice is named else ["f", "g"])
+        jsonschema.validate(json.loads(call.function.arguments), schema)
+        stream = client.chat.completions.create(tool_choice=choice, seed=2, stream=True, **keys)
+        deltas = [chunk.choices[0].delta for chunk in stream]
+        (streamed,) = [c for delta in deltas for c in delta.tool_calls or ()]
+        assert (streamed.function.name, streamed.function.arguments, streamed.index) == (
+            call.function.name,
+            call.function.arguments,
+            0,
+        )
+    turn = [*MESSAGES, whole.message.model_dump(exclude_none=True)]
+    turn.append({"role": "tool", "tool_call_id": call.id, "content": "7"})
+    assert client.chat.completions.create(**keys | {"messages": turn, "max_tokens": 2}).choices
 
 
 def test_a_second_turn_finds_the_first_in_the_prefix_cache(client: OpenAI, alone: LLM) -> None:

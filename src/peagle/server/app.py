@@ -26,7 +26,7 @@ from peagle.server.errors import ApiError, misfit, refusal
 from peagle.server.guards import Guards
 from peagle.server.metrics import ServerMetrics
 from peagle.server.page import page
-from peagle.server.params import chat_params, completion_params
+from peagle.server.params import chat_params, completion_params, forces_a_call
 from peagle.server.prompts import PromptRenderer
 from peagle.server.protocol import (
     ChatCompletion,
@@ -158,11 +158,9 @@ async def chat_completions(
     """An answer to a conversation, by the model's chat template."""
     service.check_model(body.model)
     params = chat_params(body, service.config)
-    reads_tools = bool(body.tools) and body.tool_choice != "none"
+    reads_tools, is_call = bool(body.tools) and body.tool_choice != "none", forces_a_call(body)
     if body.tools:
-        service.renderer.check_tools()
-    if body.tool_choice not in (None, "none", "auto"):
-        raise ApiError(400, "tool_choice must be none or auto", param="tool_choice")
+        service.renderer.check_tools(reads_marks=reads_tools and not is_call)
     prompt = await service.renderer.conversation(
         body.messages, body.tools, body.chat_template_kwargs
     )
@@ -175,6 +173,7 @@ async def chat_completions(
         bool(body.return_token_ids),
         reads_tools=reads_tools,
         one_tool_call=body.parallel_tool_calls is False,
+        is_call=is_call,
     )
     return await respond(writer, request.receive, stream=bool(body.stream))
 

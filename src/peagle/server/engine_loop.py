@@ -15,7 +15,7 @@ import signal
 import termios
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from peagle.engine.llm import LLM
     from peagle.engine.request import TokenLogprobs
 
+WARM_UP = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 STATUS_SECONDS = 0.2  # between two EngineStatus while nothing finishes
 
 
@@ -304,8 +305,10 @@ def engine_process(
 
 
 def warm_llm(model: str, engine: EngineConfig, drafter: SpeculativeConfig | None) -> LLM:
-    from dataclasses import asdict
-
+    """An engine that has answered once: what the first answer compiles or allocates is there."""
     from peagle.engine.llm import LLM
 
-    return LLM(model, speculative_config=drafter, **asdict(engine))
+    llm = LLM(model, speculative_config=drafter, **asdict(engine))
+    llm.generate({"prompt_token_ids": [0]}, WARM_UP)
+    vars(llm.stats).update(vars(SpecDecodeStats()))  # it was nobody's answer
+    return llm

@@ -8,7 +8,13 @@ from peagle.errors import RequestError
 from peagle.sampling_params import SamplingParams, StructuredOutputsParams
 from peagle.server.config import ServerConfig
 from peagle.server.errors import ApiError
-from peagle.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingBody
+from peagle.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    NamedTool,
+    SamplingBody,
+)
+from peagle.server.tool_calls import call_schema
 
 # The same in a body and in SamplingParams; null is the default of SamplingParams.
 SAME = (
@@ -60,12 +66,14 @@ def _params(body: SamplingBody, values: dict[str, Any], config: ServerConfig) ->
 def structured_outputs(body: SamplingBody) -> StructuredOutputsParams | None:
     """From vLLM's `structured_outputs`, its older `guided_*`, or OpenAI's `response_format`."""
     asked = [*_from_guided(body), *_from_response_format(body)]
+    if isinstance(body, ChatCompletionRequest):
+        asked += _from_tool_choice(body)
     if body.structured_outputs is not None:
         asked.append(body.structured_outputs.model_dump(by_alias=True, exclude_none=True))
     if len(asked) > 1:
         raise RequestError(
             "the form of the answer is said more than once",
-            hint="use one of response_format, structured_outputs, guided_*",
+            hint="use one of response_format, structured_outputs, guided_*, tool_choice",
         )
     return StructuredOutputsParams(**asked[0]) if asked else None
 
@@ -85,6 +93,17 @@ def _from_response_format(body: SamplingBody) -> list[dict[str, Any]]:
     if asked.json_schema is None or asked.json_schema.schema_ is None:
         raise ApiError(400, "response_format has no json_schema.schema", param="response_format")
     return [{"json": asked.json_schema.schema_}]
+
+
+def forces_a_call(body: ChatCompletionRequest) -> bool:
+    return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
+
+
+def _from_tool_choice(body: ChatCompletionRequest) -> list[dict[str, Any]]:
+    if not forces_a_call(body):
+        return []
+    chosen = body.tool_choice if isinstance(body.tool_choice, NamedTool) else None
+    return [{"json": call_schema(body.tools or [], chosen), "disable_any_whitespace": True}]
 
 
 def _check_limits(body: SamplingBody, values: dict[str, Any], config: ServerConfig) -> None:

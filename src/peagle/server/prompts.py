@@ -41,12 +41,13 @@ class PromptRenderer:
             return {"tools"} if "tools" in template else set()
         return meta.find_undeclared_variables(syntax)
 
-    def check_tools(self) -> None:
-        """Tool calls need a template that shows tools and says in a form we read how to call."""
+    def check_tools(self, *, reads_marks: bool) -> None:
+        """Tools need a template that shows them and, unless the form of the answer is set, one
+        that says in a way we read how to call them."""
         template = self.tokenizer.chat_template
         if "tools" not in self.variables:
             raise ApiError(400, "the chat template of this model has no tools", param="tools")
-        if OPEN not in template:
+        if reads_marks and OPEN not in template:
             raise ApiError(
                 400, f"this model does not write tool calls as {OPEN} with JSON", param="tools"
             )

@@ -198,6 +198,7 @@ class CompletionWriter(AnswerWriter):
 class ChatWriter(AnswerWriter):
     reads_tools: bool = False
     one_tool_call: bool = False
+    is_call: bool = False  # the whole answer
     _tool_readers: dict[int, ToolCallReader] = field(default_factory=dict)
     _started: set[int] = field(default_factory=set)
 
@@ -260,7 +261,7 @@ class ChatWriter(AnswerWriter):
         if not self.reads_tools:
             return ChatMessage(content=delta.text)
         reader = self._tool_readers.setdefault(
-            delta.choice, ToolCallReader(only_first=self.one_tool_call)
+            delta.choice, ToolCallReader(self.one_tool_call, self.is_call)
         )
         found = reader.add(delta.text, ended=delta.finish_reason is not None)
         message = ChatMessage(content=found.content)
