@@ -62,6 +62,11 @@ def test_command_line_page_shows_the_commands_as_they_are(monkeypatch: pytest.Mo
     assert (ROOT / "docs/cli.md").read_text(encoding="utf-8") == page.cli_page(), RENEW
 
 
+def test_models_page_shows_families_and_sizes_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = script("docs/models_page.py", monkeypatch)
+    assert (ROOT / "docs/models.md").read_text(encoding="utf-8") == page.models_page(), RENEW
+
+
 def test_table_of_packages_shows_the_sources_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     fresh = script("docs/architecture_table.py", monkeypatch).with_tables(page)

@@ -54,6 +54,6 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    num_cached_tokens: int = 0  # those of the prompt that the prefix cache had
     stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    num_cached_tokens: int = 0  # those of the prompt that the prefix cache had

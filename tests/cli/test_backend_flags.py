@@ -61,7 +61,9 @@ def test_vllm_gets_its_flags_and_those_of_both(shell: Shell, vllm: list[VllmOpti
             max_num_seqs=4,
         )
     ]
-    given = EngineConfig(max_num_seqs=4, block_size=32, gpu_memory_utilization=0.8)
+    given = EngineConfig(
+        max_num_seqs=4, block_size=32, gpu_memory_utilization=0.8, enable_prefix_caching=False
+    )
     assert shell.llm.config == given
     assert shell.llm.closed
 

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 
-from peagle.engine.grammar import Grammar
+from peagle.engine.grammar import Grammar, GrammarCompiler
 from peagle.engine.llm import LLM
 from peagle.engine.request import Request
 from peagle.errors import RequestError
@@ -86,6 +85,12 @@ def jobs_of(params: Sequence[SamplingParams]) -> list[Job]:
         Job([rng.randrange(1, 200) for _ in range(n % 5 + 1)], p, joins=n // 3, eos=EOS)
         for n, p in enumerate(params)
     ]
+
+
+def validate(answer: Any, schema: dict[str, Any]) -> None:
+    import jsonschema  # a GPU's machine, where this file is imported, may not have it
+
+    jsonschema.validate(answer, schema)
 
 
 DRAFTERS = ("plain", "scripted", "n-gram", "p-eagle", "p-eagle tree", "eagle3")
@@ -172,7 +177,7 @@ def test_answers_parse_and_follow_random_schemas_with_every_drafter(count: int) 
     assert len(ended) > 0.7 * count
     assert {r.finish_reason for r in plain} <= {"stop", "length"}
     for n in ended:
-        jsonschema.validate(json.loads(text(plain[n])), schemas[n])
+        validate(json.loads(text(plain[n])), schemas[n])
 
 
 def test_each_kind_of_constraint_holds() -> None:
@@ -338,6 +343,18 @@ def test_a_grammar_is_compiled_once_and_answers_do_not_share_it() -> None:
     assert first.permitted(ids("xyz"), [0, 1, 2]) == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "eos", "lacks"),
+    [(TOKENIZER, (), "end-of-sequence token"), (object(), EOS, "fast tokenizer")],
+)
+def test_a_model_that_cannot_have_grammars_says_why(
+    tokenizer: Any, eos: tuple[int, ...], lacks: str
+) -> None:
+    compiler = GrammarCompiler(tokenizer, len(TOKENIZER), frozenset(eos))
+    with pytest.raises(RequestError, match=lacks):
+        compiler.compile(SHAPES[0])
+
+
 def test_a_matcher_that_gives_up_fails_its_request_and_no_other() -> None:
     """It would permit the end of the sequence, as if the answer were complete."""
     wanted = greedy(StructuredOutputsParams(regex="a{5}"))
@@ -363,4 +380,4 @@ def test_the_llm_answers_in_json(spec_llm: LLM) -> None:
     )
     for answer in spec_llm.generate("abc", params)[0].outputs:
         assert answer.finish_reason == "stop"
-        jsonschema.validate(json.loads(answer.text), PAIR)
+        validate(json.loads(answer.text), PAIR)

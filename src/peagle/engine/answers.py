@@ -108,9 +108,9 @@ class PromptAnswers:
             prompt_token_ids=self.prompt_token_ids,
             outputs=[self._completion(i, a) for i, a in enumerate(self.answers)],
             finished=self.finished,
-            num_cached_tokens=self.answers[0].request.num_cached_tokens,
             stats=self.stats,
             metrics=self.metrics,
+            num_cached_tokens=self.answers[0].request.num_cached_tokens,
         )
 
     def _completion(self, index: int, answer: Answer) -> CompletionOutput:

@@ -89,9 +89,10 @@ class Grammar:
 
 def apply_mask(logits: Tensor, bits: Tensor) -> Tensor:
     """logits [R, V], bits [R, V / 32] int32, on any device -> [R, V]"""
-    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
-    permitted = ((bits.to(logits.device)[:, :, None] >> shifts) & 1).bool().flatten(1)
-    return logits.masked_fill(~permitted[:, : logits.shape[1]], -torch.inf)
+    octets = bits.view(torch.uint8).to(logits.device)[:, :, None]  # little-endian
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    permitted = ((octets >> shifts) & 1).flatten(1)[:, : logits.shape[1]]
+    return logits.masked_fill(permitted == 0, -torch.inf)
 
 
 class GrammarCompiler:

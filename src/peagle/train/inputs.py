@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from peagle.checkpoints.references import load_config, resolve_model
-from peagle.checkpoints.targets import decoder_sizes
 from peagle.data.dataset import Dataset, check_tokens
 from peagle.errors import DataError
-from peagle.models.config import DecoderConfig
+from peagle.models.config import DecoderConfig, head_rope
 from peagle.models.head_config import HeadConfig
 from peagle.train.head import head_config
 from peagle.train.recipe import Recipe
@@ -36,8 +35,7 @@ class Inputs:
 def read_inputs(recipe: Recipe) -> Inputs:
     """Reads them by the target's reference; no weight is loaded."""
     config = load_config(resolve_model(recipe.target.model))
-    known = decoder_sizes if recipe.data.features == "vllm" else DecoderConfig.from_transformers
-    return open_inputs(recipe, known(config), dict(config.rope_parameters))
+    return open_inputs(recipe, DecoderConfig.from_transformers(config), head_rope(config))
 
 
 def open_inputs(recipe: Recipe, sizes: DecoderConfig, rope: dict[str, Any]) -> Inputs:

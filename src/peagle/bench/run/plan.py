@@ -13,20 +13,21 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from peagle.bench.results.settings import NONE
 from peagle.bench.workloads.sources import OFFLINE, split_references
-from peagle.config import EngineConfig, Method, from_mapping
+from peagle.config import EngineConfig, Method, SpeculationMode, from_mapping
 from peagle.errors import ConfigError
 
 EMBEDDED, VLLM = "embedded", "vllm"
 NGRAM, P_EAGLE = "ngram", "p-eagle"
+AUTO, FIXED = get_args(SpeculationMode)
 NEEDED = {"model": "MODEL", "out": "--out DIR"}  # key -> how to give it
 # Keys that go to the engine under the same names, and those that vLLM alone knows.
 ENGINE_KEYS = (
     *("dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
     *("block_size", "kv_cache_memory_bytes", "quantization", "gpu_memory_utilization"),
-    "batch_invariant",
+    *("batch_invariant", "enable_prefix_caching"),
 )
 OUR_KEYS = ("device", "dtype", "batch_invariant")  # those that no option of vLLM's carries
-VLLM_KEYS = ("tensor_parallel_size", "kv_cache_dtype", "enable_prefix_caching", "enforce_eager")
+VLLM_KEYS = ("tensor_parallel_size", "kv_cache_dtype", "enforce_eager")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ class BenchPlan:
     spec_method: list[str] = field(default_factory=list)
     spec_tokens: list[int] = field(default_factory=list)  # empty: what each head advises
     spec_nodes: list[int] = field(default_factory=list)  # trees of so many nodes, beside chains
+    speculation: list[str] = field(default_factory=list)  # auto, fixed (at each K and N) or both
     concurrency: list[int] = field(default_factory=list)  # empty: 1, unless there are rates
     request_rate: list[float] = field(default_factory=list)  # requests per second
     workload: list[str] = field(default_factory=lambda: [OFFLINE])
@@ -70,7 +72,7 @@ class BenchPlan:
     batch_invariant: bool | None = None
     gpu_memory_utilization: float | None = None
     kv_cache_dtype: str | None = None
-    enable_prefix_caching: bool | None = None
+    enable_prefix_caching: bool | None = None  # None: off, for every repeat has the same prompts
     enforce_eager: bool | None = None
 
     def __post_init__(self) -> None:
@@ -90,6 +92,19 @@ class BenchPlan:
             raise ConfigError(
                 "--spec-tokens was given, but no drafter",
                 hint="add --spec-model HEAD or --spec-method ngram",
+            )
+        for mode in self.speculation:
+            if mode not in (AUTO, FIXED):
+                raise ConfigError(
+                    f"--speculation {mode} is unknown", hint=f"use {AUTO}, {FIXED} or both"
+                )
+        if AUTO in self.speculation and self.backend != EMBEDDED:
+            raise ConfigError(
+                "--speculation auto: only the embedded engine chooses", hint="drop it"
+            )
+        if AUTO in self.speculation and not self.spec_model:
+            raise ConfigError(
+                "--speculation auto was given, but no head", hint="add --spec-model HEAD"
             )
         if self.spec_nodes and self.backend != EMBEDDED:
             raise ConfigError("--spec-nodes: only the embedded engine drafts trees", hint="drop it")

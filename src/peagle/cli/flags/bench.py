@@ -48,6 +48,10 @@ class BenchFlags:
     spec_nodes: Annotated[
         str | None, _grid("Trees of so many draft tokens, beside chains.", "N,...")
     ] = None
+    speculation: Annotated[
+        str | None,
+        _grid("auto: as a head runs by default; fixed: at each K and N (default).", "NAME,..."),
+    ] = None
     concurrency: Annotated[str | None, _grid("Streams at once; default: 1.", "C,...")] = None
     request_rate: Annotated[
         str | None, _grid("Requests per second, arriving at random.", "R,...")
@@ -113,7 +117,9 @@ class BenchFlags:
     ] = None
     gpu_memory_utilization: Annotated[float | None, _engine("gpu_memory_utilization")] = None
     kv_cache_dtype: Annotated[str | None, _engine("kv_cache_dtype")] = None
-    enable_prefix_caching: Annotated[bool | None, _engine("enable_prefix_caching")] = None
+    enable_prefix_caching: Annotated[
+        bool | None, _engine("enable_prefix_caching", "Off: every repeat has the same prompts.")
+    ] = None
     enforce_eager: Annotated[bool | None, _engine("enforce_eager")] = None
 
     def given(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from peagle.checkpoints.references import load_config, resolve_model
-from peagle.checkpoints.targets import decoder_sizes, load_layerless
+from peagle.checkpoints.targets import load_layerless
 from peagle.config import EngineConfig
 from peagle.data.dataset import Dataset
 from peagle.data.packing import PackedRow, assign, pack
@@ -70,8 +70,7 @@ def plan_capture(
 ) -> CapturePlan:
     """Reads sizes alone: nothing is loaded and nothing written."""
     folder = resolve_model(model)
-    known = decoder_sizes if vllm else DecoderConfig.from_transformers
-    sizes = known(load_config(folder))
+    sizes = DecoderConfig.from_transformers(load_config(folder))
     layers = aux_hidden_state_layers or default_aux_hidden_state_layers(sizes.num_hidden_layers)
     if not all(0 <= layer <= sizes.num_hidden_layers for layer in layers):
         raise DataError(f"layers {list(layers)} are not all in 0..{sizes.num_hidden_layers}")
