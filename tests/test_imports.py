@@ -27,6 +27,7 @@ LAYERS = (
     {"engine"},
     {"backends"},
     {"deploy"},
+    {"server"},
     {"prepare"},
     {"evaluate"},
     {"bench", "train"},
