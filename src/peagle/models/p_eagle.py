@@ -29,23 +29,30 @@ class PEagleDrafter:
             self.mask_feature = network.mask_feature()  # constant once loaded
 
     def propose(self, batch: DraftBatch) -> Tensor:
-        """A correction has a say where drafts are chosen among candidates. By rejection they are
-        drawn from the whole of each row's distribution, each by itself."""
-        if self.network.correction is None or batch.candidates is None:
-            return sample_drafts(self.network, batch, self._draft_rows(batch), 0, batch.depth)
-        lattice = self.lattice(batch)
-        if lattice is None:
+        output, packing = self.output(batch)
+        if not len(packing):
             return batch.slots.new_zeros(len(batch.slots), batch.depth)
-        return batch.ops.best_chain(*lattice)
+        if self._corrects(batch, output):
+            return batch.ops.best_chain(*self._lattice(batch, output, packing))
+        return batch.sample(output, 0, packing)
+
+    def _corrects(self, batch: DraftBatch, output: OutputRows) -> bool:
+        """A correction has a say where a chain is chosen among candidates: not by rejection, which
+        draws each draft from the whole of its distribution, and not where greedy tokens are found
+        without logits, for then there are so many rows that it costs more than it gains."""
+        without_logits = batch.temperature is None and output.greedy_without_logits
+        has_candidates = batch.candidates is not None and not without_logits
+        return self.network.correction is not None and has_candidates
 
     def feed(self, batch: DraftBatch) -> None:
         self._draft_rows(batch)
 
     def lattice(self, batch: DraftBatch) -> Lattice | None:
-        assert batch.candidates is not None, "a tree is grown from candidates"
         output, packing = self.output(batch)
-        if not len(packing):
-            return None
+        return self._lattice(batch, output, packing) if len(packing) else None
+
+    def _lattice(self, batch: DraftBatch, output: OutputRows, packing: Packing) -> Lattice:
+        assert batch.candidates is not None, "it is made of candidates"
         candidates = batch.candidates(output, packing)
         return Lattice(candidates.token_ids, self._log_probs(batch, output, packing, candidates))
 

@@ -16,6 +16,7 @@ from peagle.kernels.reference.trees import Candidates
 
 _COLUMNS = 512  # of a row that one program gates
 _DOT_COLUMNS = 64  # that candidates are multiplied by at once
+_DOT_ROWS = 16  # the fewest that a tensor core takes
 
 
 def normed_rows(table: Tensor, token_ids: Tensor, eps: float) -> Tensor:
@@ -110,8 +111,9 @@ def lattice_log_probs(
         depths,
         table.shape[1],
         COUNT=count,
+        PADDED=max(count, _DOT_ROWS),
         COLUMNS=_DOT_COLUMNS,
-        num_warps=4,
+        num_warps=1,
         **overlapping(),
     )
     return out
@@ -120,41 +122,42 @@ def lattice_log_probs(
 @triton.jit
 def _lattice_log_probs(
     changes, table, stride, rows, log_probs, temperatures, out, depths, size,
-    COUNT: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
+    COUNT: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B, K)."""
+    """Grid (B, K). Of PADDED candidates the first COUNT are real."""
     if OVERLAPS:
         wait()
     b, depth = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    candidate = tl.arange(0, COUNT)
+    candidate = tl.arange(0, PADDED)
+    is_real = candidate < COUNT
     at = (b * depths + depth) * COUNT
-    own = tl.load(log_probs + at + candidate)
+    own = tl.load(log_probs + at + candidate, mask=is_real, other=float("-inf"))
     place = at * COUNT + candidate[:, None] * COUNT + candidate[None, :]
-    shift = tl.zeros((COUNT, COUNT), dtype=tl.float32)
+    is_pair = is_real[:, None] & is_real[None, :]
+    score = tl.broadcast_to(own[None, :], (PADDED, PADDED))
     if depth > 0:
         before = (b * (depths - 1) + depth - 1) * COUNT + candidate
-        row = tl.load(rows + at + candidate)
+        row = tl.load(rows + at + candidate, mask=is_real, other=0)
+        shift = tl.zeros((PADDED, PADDED), dtype=tl.float32)
         for first in range(0, size, COLUMNS):
             column = first + tl.arange(0, COLUMNS)
-            inside = (column < size)[None, :]
+            inside = is_real[:, None] & (column < size)[None, :]
             change = tl.load(
                 changes + before[:, None] * size + column[None, :], mask=inside, other=0.0
             )
             weight = tl.load(
                 table + row[:, None] * stride + column[None, :], mask=inside, other=0.0
             )
-            product = change.to(tl.float32)[:, None, :] * weight.to(tl.float32)[None, :, :]
-            shift += tl.sum(product, 2)
+            shift = tl.dot(change, tl.trans(weight), shift, input_precision="ieee")
         if temperatures is not None:
             temperature = tl.load(temperatures + b)
             shift = shift / tl.where(temperature > 0, temperature, 1.0)
         highest = tl.max(own, 0)
         base = tl.where(highest > float("-inf"), highest, 0.0)
         held = base + tl.log(tl.sum(tl.exp(own - base), 0))
-        score = own[None, :] + shift
+        score += shift
         top = tl.max(score, 1)
         top = tl.where(top > float("-inf"), top, 0.0)
         total = top + tl.log(tl.sum(tl.exp(score - top[:, None]), 1))
-        tl.store(out + place, score - total[:, None] + held)
-    else:
-        tl.store(out + place, tl.broadcast_to(own[None, :], (COUNT, COUNT)))
+        score += held - total[:, None]
+    tl.store(out + place, score, mask=is_pair)

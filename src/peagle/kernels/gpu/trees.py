@@ -20,7 +20,6 @@ from peagle.kernels.gpu.overlap import overlapping, wait
 from peagle.kernels.gpu.sampling import (
     THRESHOLD_BLOCK,
     chunk_scores,
-    chunk_size,
     dense,
     find_thresholds,
 )
@@ -28,6 +27,7 @@ from peagle.kernels.reference.sampling import SamplingMetadata
 from peagle.kernels.reference.trees import Candidates, TreePath
 from peagle.speculation.trees import num_candidates
 
+_TOPS_CHUNK = 1024  # columns: what one warp reads at once
 _RANKED_AT_ONCE = 32
 _ROW_COLUMNS = 512  # of a row that is copied
 _NO_ROW = tl.constexpr(2**31 - 1)
@@ -43,7 +43,7 @@ def top_tokens(
 ) -> Candidates:
     """As kernels/reference/trees.py. `count` is a power of two."""
     assert logits.stride(1) == 1
-    (rows, vocab_size), chunk = logits.shape, chunk_size(logits)
+    (rows, vocab_size), chunk = logits.shape, _TOPS_CHUNK
     num_chunks = triton.cdiv(vocab_size, chunk)
     peaks = thresholds = None
     if metadata is not None:
@@ -72,6 +72,7 @@ def top_tokens(
         log_probs,
         num_chunks,
         COUNT=count,
+        num_warps=1,  # all its reductions stay within one
         **sizes,
         **overlapping(),
     )
