@@ -47,5 +47,9 @@ class RequestError(PeagleError):
     """One request cannot be served; its neighbours are not affected."""
 
 
+class DeployError(PeagleError):
+    """An endpoint cannot be made, reached or removed."""
+
+
 class BackendError(PeagleError):
     """The engine behind a backend is missing, too old, or has failed."""

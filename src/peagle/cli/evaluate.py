@@ -172,9 +172,10 @@ def _print_tables(results: dict[str, Evaluation], file: Any) -> None:
         ]
         render.print_table(f"mean acceptance length, {way}", columns, lengths, file=file)
         everything = result.groups["all"][-1]
-        rates = [
-            ["accepted", *(f"{x:.2f}" for x in everything.per_position_acceptance)],
-            ["... if all before were", *(f"{x:.2f}" for x in everything.conditional_acceptance)],
-        ]
-        titles = ("draft", *(str(n) for n in range(1, len(rates[0]))))
-        render.print_table(f"per position at K={k}, {way}", titles, rates, file=file)
+        rates = {
+            "accepted": everything.per_position_acceptance,
+            "accepted, if all before it were": everything.conditional_acceptance,
+        }
+        rows = [[name, *(f"{x:.2f}" for x in values)] for name, values in rates.items()]
+        titles = ("draft", *(str(n) for n in range(1, len(rows[0]))))
+        render.print_table(f"per position at K={k}, {way}", titles, rows, file=file)

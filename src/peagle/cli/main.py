@@ -16,6 +16,7 @@ from peagle.cli import (
     capture,
     chat,
     demo,
+    deploy,
     doctor,
     env,
     evaluate,
@@ -30,6 +31,7 @@ from peagle.cli import (
     tune,
 )
 from peagle.cli.flags import in_flags
+from peagle.cli.help import Command, Group
 from peagle.cli.render import print_error
 from peagle.config import RANGES, expected_value
 from peagle.errors import PeagleError
@@ -44,6 +46,7 @@ COMPLETION = "_PEAGLE_COMPLETE"  # set by the shell
 
 app = typer.Typer(
     name="peagle",
+    cls=Group,
     help="Lossless parallel speculative decoding: faster answers, the same tokens.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -60,10 +63,13 @@ app.command("tune")(tune.tune_command)
 app.command("simulate")(simulate.simulate_command)
 app.command("report")(report.report_command)
 app.command("serve")(serve.serve)
+app.add_typer(deploy.app, name="deploy")
 app.command("export")(export.export)
 app.command("doctor")(doctor.doctor)
 app.command("heads")(heads.heads)
 app.command("env")(env.env)
+for verb in (*app.registered_commands, *bench.app.registered_commands):
+    verb.cls = Command
 
 
 def _print_version(asked: bool) -> None:

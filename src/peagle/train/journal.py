@@ -117,29 +117,37 @@ def describe(line: dict[str, Any]) -> str:
 
 
 def draw_curves(lines: list[dict[str, Any]], path: Path) -> None:
-    """Loss, accuracy by depth and acceptance length by K from the lines of metrics.jsonl.
-
-    Needs matplotlib.
-    """
+    """Loss, accuracy by draft position and acceptance length by K from the lines of metrics.jsonl;
+    a panel for each of them that has values. Needs matplotlib."""
     from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
 
-    train = [line for line in lines if line["kind"] == "train"]
-    evaluations = [line for line in lines if line["kind"] == "evaluate"]
-    panels = 3 if evaluations else 2
-    figure = Figure(figsize=(5 * panels, 4), layout="constrained")
-    loss, accuracy, *acceptance = figure.subplots(1, panels)
-    steps = [line["step"] for line in train]
-    loss.plot(steps, [line["loss"] for line in train])
-    for depth in range(len(train[0]["accuracy"]) if train else 0):
-        accuracy.plot(steps, [line["accuracy"][depth] for line in train], label=f"depth {depth}")
-    evaluated = [line["step"] for line in evaluations]
-    lengths = [line["all"]["acceptance_length"] for line in evaluations]
-    for k, by_step in enumerate(zip(*lengths, strict=True), start=1):
-        acceptance[0].plot(evaluated, by_step, marker=".", label=f"K = {k}")
-    titles = ("loss", "accuracy", "acceptance length")
-    for axes, title in zip((loss, accuracy, *acceptance), titles, strict=False):
+    panels = {name: curves for name, curves in curves_of(lines).items() if curves}
+    if not panels:
+        return
+    figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
+    for axes, (title, curves) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+    ):
+        for label, points in curves.items():
+            axes.plot(*zip(*points, strict=True), marker=".", label=label)
         axes.set(title=title, xlabel="step")
-        if axes.get_legend_handles_labels()[0]:
+        if len(curves) > 1:
             axes.legend(fontsize=7)
     with atomic_file(path) as temporary:
         figure.savefig(temporary, dpi=120, format="png")
+
+
+def curves_of(lines: list[dict[str, Any]]) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Title of a panel -> label of a curve -> step and value. Positions count from 1, as K does."""
+    found: dict[str, dict[str, list[tuple[int, float]]]]
+    found = {"loss": {}, "accuracy": {}, "acceptance length": {}}
+    for line in lines:
+        step = line["step"]
+        if line["kind"] == "evaluate":
+            for k, value in enumerate(line["all"]["acceptance_length"], start=1):
+                found["acceptance length"].setdefault(f"K = {k}", []).append((step, value))
+            continue
+        found["loss"].setdefault("loss", []).append((step, line["loss"]))
+        for position, value in enumerate(line["accuracy"], start=1):
+            found["accuracy"].setdefault(f"draft {position}", []).append((step, value))
+    return found

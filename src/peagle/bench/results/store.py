@@ -267,7 +267,7 @@ def _agreement(files: Sequence[RunFile]) -> Agreement | None:
 
 def _samples(cells: Sequence[Cell], files: Sequence[RunFile]) -> list[Sample]:
     """For each method and workload the samples of the K that was fastest."""
-    speeds = {_key(c): s.otps.mean for c in cells if (s := c.summary()) is not None}
+    speeds = {_key(c): s.otps.value for c in cells if (s := c.summary()) is not None}
     best: dict[tuple[str, str, str | None], RunFile] = {}
     for file in (file for file in files if file.samples):
         name = (file.cell.workload, file.cell.method, file.cell.head)

@@ -17,6 +17,7 @@ from peagle.config import EngineConfig, Method, SpeculationMode, from_mapping
 from peagle.errors import ConfigError
 
 EMBEDDED, VLLM = "embedded", "vllm"
+SAGEMAKER = "sagemaker:"  # before an endpoint's name
 NGRAM, P_EAGLE = "ngram", "p-eagle"
 AUTO, FIXED = get_args(SpeculationMode)
 NEEDED = {"model": "MODEL", "out": "--out DIR"}  # key -> how to give it
@@ -130,10 +131,10 @@ class BenchPlan:
         for name in (*ENGINE_KEYS, *VLLM_KEYS):
             if name not in used and getattr(self, name) not in (None, "auto"):
                 raise ConfigError(f"{name} has no effect on backend {self.backend}", hint="drop it")
-        if self.is_endpoint and not self.backend.startswith(("http://", "https://")):
+        if self.is_endpoint and not self.backend.startswith(("http://", "https://", SAGEMAKER)):
             raise ConfigError(
                 f"backend {self.backend!r} is unknown",
-                hint="use embedded, vllm or http://HOST:PORT",
+                hint="use embedded, vllm, http://HOST:PORT or sagemaker:ENDPOINT",
             )
         several = len(self.spec_method) > 1 or len(self.spec_tokens) > 1
         if self.is_endpoint and (self.spec_model or several):

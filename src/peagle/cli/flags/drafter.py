@@ -55,32 +55,35 @@ class DrafterFlags:
         str | None, _drafter("The same and more as JSON, as for vLLM.", metavar="JSON")
     ] = None
 
-    def config(self) -> SpeculativeConfig | None:
-        """None where no drafter was asked for."""
-        given = {
+    def given(self) -> dict[str, Any]:
+        """The keys of a speculative_config that were given, unchecked: vLLM knows more than we."""
+        keys = {
+            "method": self.spec_method,
             "model": self.spec_model,
             "num_speculative_tokens": self.spec_tokens,
             "num_draft_nodes": self.spec_nodes,
             "speculation": self.speculation,
-            "method": self.spec_method,
         }
+        named = {key: value for key, value in keys.items() if value is not None}
+        if self.speculative_config is None:
+            return named
+        if named:
+            raise ConfigError(
+                "--speculative-config and --spec-* were both given", hint="use one of the two"
+            )
+        return parse_json_object("--speculative-config", self.speculative_config)
+
+    def config(self) -> SpeculativeConfig | None:
+        """None where no drafter was asked for."""
         if self.speculative_config is not None:
-            return self._from_json(any(value is not None for value in given.values()))
+            return SpeculativeConfig.from_mapping(self.given())
         any_drafter = "--spec-model HEAD or --spec-method ngram"
         self._refuse_without_drafter("--spec-tokens", self.spec_tokens, any_drafter)
         self._refuse_without_drafter("--spec-nodes", self.spec_nodes, "--spec-model P-EAGLE-HEAD")
         self._refuse_without_drafter("--speculation", self.speculation, any_drafter)
         if self.spec_model is None and self.spec_method in (None, "none"):
             return None
-        return SpeculativeConfig.from_mapping(given)
-
-    def _from_json(self, others_given: bool) -> SpeculativeConfig:
-        if others_given:
-            raise ConfigError(
-                "--speculative-config and --spec-* were both given", hint="use one of the two"
-            )
-        options = parse_json_object("--speculative-config", self.speculative_config or "")
-        return SpeculativeConfig.from_mapping(options)
+        return SpeculativeConfig.from_mapping(self.given())
 
     def _refuse_without_drafter(self, flag: str, value: object, wanted: str) -> None:
         if value is not None and self.spec_model is None and self.spec_method in (None, "none"):
