@@ -167,7 +167,7 @@ def from_mapping(cls: type[_Config], options: Mapping[str, Any], where: str) -> 
 
     _check_keys(cls, options, where)
     try:
-        config: _Config = _adapter(cls).validate_python(dict(options))
+        config: _Config = _adapter(cast("Any", cls)).validate_python(dict(options))
     except ValidationError as error:
         raise _misfit(error.errors(), options) from None
     _check_values(options, config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.exceptions import TyperException
@@ -164,7 +164,8 @@ def _usage_error(error: TyperException) -> tuple[str, str]:
     nearest = getattr(error, "possibilities", None)
     if nearest:
         return error.message, f"did you mean {nearest[0]}?"
-    parameter, errors = getattr(error, "param", None), getattr(error.__cause__, "errors", None)
+    parameter: Any = getattr(error, "param", None)
+    errors = getattr(error.__cause__, "errors", None)
     wrong = errors()[0] if parameter and errors else {"type": None}  # pydantic's, of a value
     if wrong["type"] in VALUE_ERRORS:
         fault = "is out of range" if wrong["type"] in RANGES else "does not fit"
