@@ -2,6 +2,7 @@
 
 cli              the `peagle` command, one file per verb
 backends         the engines that verbs can use: the embedded one and vLLM
+server           the embedded engine behind OpenAI's HTTP API
 engine           the embedded engine: requests in, tokens out
 speculation      sampling, verification and acceptance as pure functions
 models           targets and drafters, for training and for serving
@@ -13,6 +14,7 @@ train            a dataset -> a head
 teacher_forcing  a drafter over whole texts, in training and in evaluation
 evaluate         acceptance of a head, offline
 bench            speed, latency and acceptance, measured; plots, advice, predictions
+deploy           endpoints on SageMaker
 heads            the heads that ship
 doctor           what in a dataset or a head silently costs acceptance
 config           what the engine and its drafter are told at start
