@@ -71,7 +71,6 @@ MUTANTS = (
         "if False:",
         GRAMMAR,
     ),
-    Mutant("engine/runner.py", "trees.pruned(drafts, rows, kept)", "(drafts, rows)", GRAMMAR),
     Mutant("engine/runner.py", "caps[n] = min(caps[n], len(kept))", "pass", GRAMMAR),
     Mutant("engine/engine.py", 'if self._verification == "coupled":', "if True:", GRAMMAR),
     Mutant("engine/adjust.py", "if request.grammar is not None:  #", "if False:  #", GRAMMAR),

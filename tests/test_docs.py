@@ -67,6 +67,11 @@ def test_command_line_page_shows_the_commands_as_they_are(monkeypatch: pytest.Mo
     assert (ROOT / "docs/cli.md").read_text(encoding="utf-8") == page.cli_page(), RENEW
 
 
+def test_page_of_the_recipe_shows_its_keys_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = script("docs/recipe_page.py", monkeypatch)
+    assert (ROOT / "docs/recipe.md").read_text(encoding="utf-8") == page.recipe_page(), RENEW
+
+
 def test_models_page_shows_families_and_sizes_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     page = script("docs/models_page.py", monkeypatch)
     assert (ROOT / "docs/models.md").read_text(encoding="utf-8") == page.models_page(), RENEW
@@ -161,3 +166,27 @@ def test_trees_have_rows_and_bars_of_their_own(monkeypatch: pytest.MonkeyPatch) 
     assert "HumanEval with 1 stream (" in page.where_it_loses(with_trees), "K = 11 is faster there"
     assert "| HumanEval, K = 7, N = 31 |" in page.speed_on_a_gpu()
     assert all("P-EAGLE trees" in drawing for drawing in plot.images().values())
+
+
+def test_picture_says_what_was_measured_and_shows_one_answer_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plot = script("benchmarks/speed_plot.py", monkeypatch)
+    shown = plot.answer()
+    assert "".join(shown.plain) == "".join(shown.drafted)
+    assert len(shown.drafted) < len(shown.plain)
+    for drawing in plot.images().values():
+        for words in ("SmolLM2-135M", "HumanEval", "NVIDIA H200", "bfloat16", "times as fast"):
+            assert words in drawing
+        assert f"{len(shown.drafted)} passes" in drawing
+    monkeypatch.setattr(plot, "answer", lambda: plot.Answer([], []))
+    assert all("passes" in drawing for drawing in plot.images().values()), "in the headline alone"
+
+
+def test_readme_says_how_sure_its_figures_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = script("benchmarks/results_page.py", monkeypatch)
+    repeats = page.bench_report(page.H200)["manifest"]["num_repeats"]
+    assert f"Medians of {repeats} repeats; 95 % intervals of gains: ±" in page.readme_table()
+    once = page.bench_report(page.H200) | {"manifest": {"num_repeats": 1}}
+    once["cells"] = [cell | {"repeats": cell["repeats"][:1]} for cell in once["cells"]]
+    assert page.how_sure(once) == "1 repeat of each cell: too few for intervals."

@@ -27,6 +27,7 @@ LAYERS = (
     {"engine"},
     {"backends"},
     {"deploy"},
+    {"server"},
     {"prepare"},
     {"evaluate"},
     {"bench", "train"},
@@ -68,7 +69,7 @@ def test_a_lower_layer_never_imports_a_higher_one(path: Path) -> None:
         assert RANK.get(part, 0) <= RANK[own], f"{own} imports {module}"
 
 
-HELP = "import sys; sys.argv = ['peagle', '--help']; from peagle.cli.main import run; run()"
+HELP = "import sys; sys.argv = ['peagle', '--help']; from peagle.__main__ import run; run()"
 HEAVY = (
     *("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "gguf", "httpx"),
     *("boto3", "botocore"),

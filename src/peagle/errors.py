@@ -35,6 +35,10 @@ class TrainingError(PeagleError):
     """A run cannot go on; what it had reached is kept."""
 
 
+class OutputError(PeagleError):
+    """A file or a folder cannot be written, or another process is writing to it."""
+
+
 class ConfigError(PeagleError):
     """An option or a combination of options makes no sense."""
 

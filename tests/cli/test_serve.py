@@ -95,7 +95,17 @@ def test_json_takes_vllm_s_keys(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("args", "error", "hint"),
     [
-        (["serve", "org/m"], "no HTTP server yet", "add --backend vllm"),
+        (["serve", "org/m", "--print-command"], "are vLLM's", "add --backend vllm"),
+        (["serve", "org/m", "--", "--uds", "x"], "are vLLM's", "add --backend vllm"),
+        (["serve", "org/m", "--enforce-eager"], "option of vLLM's alone", "add --backend vllm"),
+        (
+            [*VLLM, "org/m", "--api-key", "x"],
+            "--api-key is an option of the embedded",
+            "after `--`",
+        ),
+        ([*VLLM, "org/m", "--batch-invariant"], "--batch-invariant is an option", "drop it"),
+        (["serve", "org/m", "--max-n", "0"], "max_n=0", ">= 1"),
+        (["serve", "org/m", "--port", "70000"], "--port 70000", "65535"),
         ([*VLLM, "gpt-oss-20"], "no model 'gpt-oss-20'", "did you mean gpt-oss-20b?"),
         ([*VLLM, "org/m", "stray"], "unexpected argument 'stray'", "after `--`"),
         ([*VLLM, "org/m", "--", "--port=1"], "--port after `--`", "before `--`"),
@@ -111,7 +121,8 @@ def test_json_takes_vllm_s_keys(shell: Shell) -> None:
             "one of the two",
         ),
         ([*VLLM, "org/m", "--speculative-config", "{"], "not valid JSON", "quote"),
-        ([*VLLM, "org/m", "--tensor-parallel-size", "0"], "tensor_parallel_size=0", ">= 1"),
+        ([*VLLM, "org/m", "--port", "99999999"], "--port 99999999 is out of range", "<= 65535"),
+        ([*VLLM, "org/m", "--tensor-parallel-size", "0"], "--tensor-parallel-size 0", ">= 1"),
     ],
 )
 def test_bad_input_is_one_line_and_a_hint(
@@ -139,7 +150,7 @@ class Running:
         self.script = write_fake_vllm(folder)
         self.port = free_port()
         self.pids_file = folder / "pids"
-        code = "from peagle.cli.main import run; run()"
+        code = "from peagle.__main__ import run; run()"
         base = ("serve", "org/m", "--backend", "vllm", "--port", str(self.port))
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *base, *args],

@@ -30,6 +30,9 @@ from tests.tiny.jobs import GREEDY, Job, prompts
 from tests.tiny.models import SHALLOW, VOCAB
 
 from .test_cache_after_rejection import RecordingAttention
+from .test_failures import PoisonousScript, poisoned
+from .test_failures import head as broken_head
+from .test_failures import jobs as breaking_jobs
 
 SAMPLED = SamplingParams(seed=4, top_k=12, max_tokens=20, ignore_eos=True)
 
@@ -62,12 +65,14 @@ def caches(engine: Engine) -> list[PagedKVCache]:
 
 
 @torch.inference_mode()
-def recomputed(tokens: list[int], net: EagleNetwork | None) -> list[tuple[Tensor, Tensor]]:
+def recomputed(
+    model: TargetModel, tokens: list[int], net: EagleNetwork | None
+) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of all rows but the last: the target's, and the drafter's."""
     n = len(tokens) - 1
     layers = () if net is None else net.config.aux_hidden_state_layer_ids
     own = RecordingAttention(n)
-    states = target()(torch.tensor(tokens[:n]), torch.arange(n), own, layers).aux_hidden_states
+    states = model(torch.tensor(tokens[:n]), torch.arange(n), own, layers).aux_hidden_states
     passes = [own]
     if net is not None:
         n = min(n, net.config.max_position_embeddings)
@@ -88,7 +93,7 @@ def check_known_blocks(
             keys: list[bytes] = []
             extend_keys(keys, tokens, size, is_drafted=is_drafted)
             found = {n: known.pop(key) for n, key in enumerate(keys) if key in known}
-            made = recomputed(tokens, net if is_drafted else None) if found else []
+            made = recomputed(engine.target, tokens, net if is_drafted else None) if found else []
             for (kept, (wanted_keys, wanted_values)), (n, block) in (
                 (pair, item)
                 for pair in zip(caches(engine), made, strict=False)
@@ -242,6 +247,16 @@ def test_of_a_prompt_that_is_given_up_the_launched_rows_are_known(
     (again,) = engines.run(engine, [job])
     assert again.num_cached_tokens == 20
     naive.check(target(), [again], [job])
+
+
+@both_forms
+def test_a_request_that_goes_on_without_drafts_has_no_more_known_blocks(static: bool) -> None:
+    """Its drafts broke the target; the drafter does not read its rows from then on."""
+    net, sequences = broken_head(poisoned()), naive.known(poisoned(), breaking_jobs())
+    drafter = drafters.ScriptedHead(net, PoisonousScript(sequences))
+    engine = engines.make_engine(poisoned(), drafter, 4, static=static)
+    engines.run(engine, breaking_jobs())
+    assert check_known_blocks(engine, sequences, net) > 0
 
 
 def test_requests_that_come_together_compute_their_common_beginning_once() -> None:

@@ -5,6 +5,7 @@ flags           flags that verbs share
 engines         where a verb gets its engine
 prompt_files    prompts from the command line, text and jsonl files; bad lines named, others kept
 render          tables, the stats line and error lines
+help            what --help prints
 demo            the same prompts with each method
 generate        answers to prompts
 chat            a conversation

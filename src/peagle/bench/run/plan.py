@@ -80,7 +80,8 @@ class BenchPlan:
         for name in ("concurrency", "request_rate", "spec_tokens", "spec_nodes"):
             for value in getattr(self, name):
                 _require(0 < value < math.inf, name, value, "more than 0")
-        for name in ("repeats", "max_tokens", "answers_per_stream", "min_answers", "max_engines"):
+        counts = ("repeats", "max_tokens", "answers_per_stream", "min_answers", "max_engines")
+        for name in (*counts, "num_prompts"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "1 or more")
         _require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 or more")

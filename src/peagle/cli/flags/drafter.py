@@ -8,12 +8,21 @@ from typing import Annotated, Any
 import typer
 
 from peagle.cli.flags import parse_json_object
-from peagle.config import Method, SpeculationMode, SpeculativeConfig
+from peagle.config import (
+    MAX_DRAFT_NODES,
+    MAX_SPECULATIVE_TOKENS,
+    Method,
+    SpeculationMode,
+    SpeculativeConfig,
+)
 from peagle.errors import ConfigError
 
 
-def _drafter(help_text: str, *, metavar: str | None = None) -> Any:
-    return typer.Option(help=help_text, metavar=metavar, rich_help_panel="Speculation")
+def _drafter(help_text: str, *, metavar: str | None = None, most: int | None = None) -> Any:
+    least = None if most is None else 1
+    return typer.Option(
+        help=help_text, metavar=metavar, rich_help_panel="Speculation", min=least, max=most
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +32,16 @@ class DrafterFlags:
     spec_model: Annotated[
         str | None, _drafter("The head: a folder, an id or a name.", metavar="HEAD")
     ] = None
-    spec_tokens: Annotated[int | None, _drafter("Draft tokens per step.", metavar="K")] = None
+    spec_tokens: Annotated[
+        int | None, _drafter("Draft tokens per step.", metavar="K", most=MAX_SPECULATIVE_TOKENS)
+    ] = None
     spec_nodes: Annotated[
         int | None,
-        _drafter("Draft a tree of N tokens, K of them behind each other at most.", metavar="N"),
+        _drafter(
+            "Draft a tree of N tokens, K of them behind each other at most.",
+            metavar="N",
+            most=MAX_DRAFT_NODES,
+        ),
     ] = None
     speculation: Annotated[
         SpeculationMode | None,
