@@ -80,11 +80,11 @@ def test_a_refusal_is_one_line(answering: Account, code: str, said: str, message
 
 
 def test_what_the_container_refuses_is_its_own_answer(answering: Account) -> None:
-    said = json.dumps({"error": {"message": "max_tokens is too large", "code": 400}})
+    said = json.dumps({"error": {"message": "the prompt is too long", "code": 400}})
     more = {"OriginalStatusCode": 400, "OriginalMessage": said}
     answering.behaviour.rules["InvokeEndpoint"] = [Refusal("ModelError", "see logs", 424, more)]
     assert answering.verb("invoke", "oss", "hi", "--no-stream") == 2
-    assert "HTTP 400: ModelError: max_tokens is too large" in answering.err
+    assert "HTTP 400: ModelError: the prompt is too long" in answering.err
 
 
 def test_a_stream_that_breaks_off_is_said(answering: Account) -> None:

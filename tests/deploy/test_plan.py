@@ -7,8 +7,10 @@ import sys
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -236,6 +238,19 @@ def test_a_model_of_unknown_size_needs_an_instance_type(alone: None) -> None:
     assert any("size unknown: target" in note for note in plan.notes)
     plan = planned("org/model", {"method": "none"}, weights_gb=60.0)
     assert plan.instance_type == "ml.g7e.2xlarge"
+
+
+def test_the_hub_says_how_large_a_models_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"a.safetensors": 40e9, "b.safetensors": 20e9, "a.bin": 60e9, "config.json": 1e3}
+
+    def listed(hub: object, repository: str, **_: object) -> SimpleNamespace:
+        assert repository == "org/model"
+        siblings = [SimpleNamespace(rfilename=name, size=size) for name, size in files.items()]
+        return SimpleNamespace(siblings=siblings)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", listed)
+    plan = planned("org/model", {"method": "none"})
+    assert (plan.memory.target_gb, plan.instance_type) == (60.0, "ml.g7e.2xlarge")
 
 
 def test_an_instance_type_of_tomorrow_can_be_taken_unchecked() -> None:

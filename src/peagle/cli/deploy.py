@@ -345,7 +345,7 @@ def _plans(
     asked, otps = drafter.given(), None
     if tuned is not None:
         advice = _advice(tuned, load, model)
-        asked, otps = _advised(advice) | asked, advice.best.otps.mean
+        asked, otps = _advised(advice) | asked, advice.best.otps.value
     config, options, now = deploy.config(), vllm.options(), datetime.now(UTC)
     return [
         make_plan(
