@@ -17,6 +17,7 @@ from peagle.checkpoints.references import (
     load_tokenizer,
     resolve_config,
     resolve_model,
+    same_target,
 )
 from peagle.config import EngineConfig
 from peagle.data.dataset import Dataset
@@ -122,11 +123,6 @@ def check_template_kwargs(made_by: Mapping[str, Any], served: Mapping[str, Any])
     return graded("reasoning mode", message, warning=prepared != served, hint=hint)
 
 
-def same_target(recorded: str, model: str) -> bool:
-    """Two references, one of which may be the folder that the other stands for."""
-    return recorded == model or Path(recorded) == resolve_model(model)
-
-
 def check_frame(rows: Rows, tokenizer: Any, made_by: Mapping[str, Any]) -> Iterator[Finding]:
     """Do rows begin, and answers follow, as the template writes it? Needs no manifest."""
     if not tokenizer.chat_template:
@@ -135,12 +131,12 @@ def check_frame(rows: Rows, tokenizer: Any, made_by: Mapping[str, Any]) -> Itera
     begins = [tokens[: len(start)].tolist() == start for tokens, _ in rows]
     hint = "prepare with this target's chat template: it is what serving sends"
     wrong = 1 - sum(begins) / len(begins)
-    message = f"{wrong:.0%} of the rows do not begin as the target's template does"
+    message = f"{1 - wrong:.0%} of the rows begin as the target's template does"
     yield graded("row start", message, warning=wrong > 0, error=wrong > 0.5, hint=hint)
     firsts = [(tokens, int(mask.int().argmax())) for tokens, mask in rows if mask.any()]
     ends = [tokens[max(at - len(end), 0) : at].tolist() == end for tokens, at in firsts]
     wrong = 1 - sum(ends) / max(len(ends), 1)
-    message = f"{wrong:.0%} of the answers do not start right behind the template's prompt"
+    message = f"{1 - wrong:.0%} of the answers start right behind the template's prompt"
     hint = "the mask must begin with the first generated token"
     yield graded("answer start", message, warning=wrong > 0, error=wrong > 0.5, hint=hint)
 

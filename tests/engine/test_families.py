@@ -110,6 +110,15 @@ def test_with_trees(model: Model, static: bool) -> None:
     assert accepted(run(model, tree, 6, nodes=12, static=static)) > 0
 
 
+def test_when_a_request_begins_as_an_earlier_one_did(model: Model) -> None:
+    """Its first blocks are in the cache; of a target that computes again, as embeddings."""
+    drafter = head_drafter(SHALLOW.make_head(model.target))
+    engine = engines.make_engine(model.target, drafter, 3, enable_prefix_caching=True)
+    first, second = engines.run(engine, [Job(PROMPTS[2], PARAMS, joins=n) for n in (0, 40)])
+    assert engines.answers_of([first, second]) == [model.answers[2]] * 2
+    assert second.num_cached_tokens > first.num_cached_tokens == 0
+
+
 def test_when_requests_are_preempted(model: Model) -> None:
     drafter = drafters.mixed(known(model))
     room = engines.room_for(52, model.target, None)

@@ -50,6 +50,11 @@ def resolve_model(
     raise ModelError(f"no model {reference!r}", hint=_accepted_forms(reference))
 
 
+def same_target(recorded: str, model: str) -> bool:
+    """Two references, one of which may be the folder that the other stands for."""
+    return recorded == model or Path(recorded) == resolve_model(model)
+
+
 def resolve_config(reference: str) -> Path:
     """A folder with config.json, that a reference to a model or a head stands for; its weights
     need not be there and are not fetched."""

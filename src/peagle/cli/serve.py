@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from peagle.cli import render
-from peagle.cli.flags import expand_flags, parse_json_object
+from peagle.cli.flags import expand_flags
 from peagle.cli.flags.drafter import DrafterFlags
 from peagle.cli.flags.engine import EngineFlags
 from peagle.cli.flags.server import ServerFlags
@@ -59,7 +59,9 @@ def serve(
     host: Annotated[
         str | None, typer.Option(help="Address. Embedded default: 127.0.0.1; vLLM's: all.")
     ] = None,
-    port: Annotated[int | None, typer.Option(help=f"Default: {VLLM_PORT}.")] = None,
+    port: Annotated[
+        int | None, typer.Option(help=f"Default: {VLLM_PORT}.", min=1, max=65535)
+    ] = None,
     print_command: Annotated[
         bool, typer.Option("--print-command", help="Show the `vllm serve` line and exit.")
     ] = False,
@@ -78,7 +80,7 @@ def serve(
 
     command = build_command(
         model,
-        drafter=_asked_drafter(drafter),
+        drafter=drafter.given(),
         options=options,
         extra=[*_address_words(host, port), *_checked_words(vllm_arguments or [])],
         fetch=not print_command,
@@ -114,25 +116,6 @@ def _refuse_embedded_flags(engine: EngineFlags, server: ServerFlags) -> None:
                 f"--{name.replace('_', '-')} is an option of the embedded engine's alone",
                 hint="drop it; vLLM's own flags follow after `--`",
             )
-
-
-def _asked_drafter(flags: DrafterFlags) -> dict[str, Any]:
-    """The keys that were given. Unlike the embedded engine's, vLLM's own keys go through."""
-    given = {
-        "method": flags.spec_method,
-        "model": flags.spec_model,
-        "num_speculative_tokens": flags.spec_tokens,
-        "num_draft_nodes": flags.spec_nodes,
-        "speculation": flags.speculation,
-    }
-    named = {key: value for key, value in given.items() if value is not None}
-    if flags.speculative_config is None:
-        return named
-    if named:
-        raise ConfigError(
-            "--speculative-config and --spec-* were both given", hint="use one of the two"
-        )
-    return parse_json_object("--speculative-config", flags.speculative_config)
 
 
 def _address_words(host: str | None, port: int | None) -> list[str]:

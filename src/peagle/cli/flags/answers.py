@@ -15,7 +15,7 @@ from peagle.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from peagle.prepare.dataset_spec import DatasetSpec
 
-Limit = Annotated[int | None, typer.Option(help="Only the first N prompts.", metavar="N")]
+Limit = Annotated[int | None, typer.Option(help="Only the first N prompts.", metavar="N", min=1)]
 Split = Annotated[str, typer.Option(help="Split of a Hugging Face dataset.")]
 
 

@@ -20,6 +20,17 @@ SHARED = tuple(field.name for field in fields(EngineConfig) if field.name in OPT
 SERVED_ALONE = ("async_scheduling", "stream_interval")  # they are about a server's clients
 
 
+class VllmFlags(ConfigFlags):
+    """All of vLLM's options that we know, for a vLLM elsewhere; what is not given is vLLM's."""
+
+    @classmethod
+    def parameters(cls) -> list[inspect.Parameter]:
+        return [_flag(name) for name in OPTIONS]
+
+    def options(self) -> VllmOptions:
+        return VllmOptions(**self.given)
+
+
 class BackendFlags(ConfigFlags):
     """`--backend`, and options that the embedded engine does not have."""
 
