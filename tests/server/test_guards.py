@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from peagle.errors import ConfigError
+from peagle.errors import ConfigError, RequestError
 from peagle.server.config import ServerConfig, read_api_key
 from peagle.server.guards import JsonLines
 
@@ -202,6 +202,26 @@ def test_an_answer_that_takes_too_long_is_504(model_folder: Path, head_folder: P
         text = client.post("/v1/completions", json=body | {"stream": True}).text
         assert '"timeout_error"' in text
         slow.wait_until_idle()
+
+
+def test_an_engine_that_stops_fails_its_requests_and_is_not_healthy(
+    model_folder: Path, head_folder: Path
+) -> None:
+    with (
+        running_server(lambda: make_llm(model_folder, head_folder)) as broken,
+        broken.client() as client,
+    ):
+        assert client.get("/health").status_code == 200
+
+        def fail() -> Any:
+            raise RequestError("the engine of this test is broken")
+
+        broken.llm.step = fail
+        answer = client.post("/v1/completions", json={"prompt": "abc"})
+        assert answer.status_code == 500
+        assert "broken" not in answer.text
+        assert client.get("/health").status_code == 503
+        assert client.post("/v1/completions", json={"prompt": "abc"}).status_code == 503
 
 
 def test_keys_come_from_one_place(tmp_path: Path) -> None:

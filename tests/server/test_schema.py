@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.config import SchemathesisConfig
 
-from .running import RunningServer
+from .conftest import make_llm
+from .running import RunningServer, running_server
 
 # No shrinking: a failure is told with its request, however long, and the rest of the suite goes on.
 SEARCH = settings(
@@ -29,6 +33,13 @@ ROUTES = [
     ("/version", "GET"),
     ("/metrics", "GET"),
 ]
+
+
+@pytest.fixture(scope="module")
+def server(model_folder: Path, head_folder: Path) -> Iterator[RunningServer]:
+    """Its context is short: most of these requests set no limit to their answers."""
+    with running_server(lambda: make_llm(model_folder, head_folder, max_model_len=48)) as running:
+        yield running
 
 
 def test_the_description_names_every_route(server: RunningServer) -> None:

@@ -68,7 +68,8 @@ class ToolCallReader:
         index, self.num_calls = self.num_calls, self.num_calls + 1
         if self.only_first and index:
             return []
-        return [CalledTool(id=f"call_{uuid.uuid4().hex[:24]}", function=function, index=index)]
+        call_id = f"call_{uuid.uuid4().hex[:24]}"
+        return [CalledTool(id=call_id, type="function", function=function, index=index)]
 
     def _num_certain(self) -> int:
         """Characters of the rest that cannot belong to a call."""

@@ -1,0 +1,64 @@
+"""Answers written from what an engine gave, without one: tool calls in chunks and whole."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from peagle.engine.prompts import TokenizedPrompt
+from peagle.sampling_params import SamplingParams
+from peagle.server.async_llm import Delta, Generation
+from peagle.server.responses import ChatWriter
+from peagle.server.tool_calls import CLOSE, OPEN
+
+TEXT = f'I look it up.\n{OPEN}\n{{"name": "f", "arguments": {{"x": "é"}}}}\n{CLOSE}'
+
+
+def writer(**options: Any) -> ChatWriter:
+    prompts = [TokenizedPrompt(None, [1, 2])]
+    generation = Generation(SamplingParams(), prompts, [], lambda generation: None)
+    return ChatWriter("id", "m", generation, None, reads_tools=True, **options)
+
+
+def delta(text: str, reason: Any = None) -> Delta:
+    return Delta(0, text, [1], [], reason, None, None)
+
+
+def streamed(pieces: list[str]) -> list[dict[str, Any]]:
+    made, events = writer(), b""
+    for n, piece in enumerate(pieces):
+        events += made.events([delta(piece, "stop" if n == len(pieces) - 1 else None)])
+    lines = events.decode().split("\n\n")[:-1]
+    return [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+
+
+@pytest.mark.parametrize("size", [1, 5, 200])
+def test_calls_are_deltas_of_a_stream_and_nothing_of_their_text_leaks(size: int) -> None:
+    choices = streamed([TEXT[at : at + size] for at in range(0, len(TEXT), size)])
+    content = "".join(c["delta"].get("content") or "" for c in choices)
+    assert content == "I look it up."
+    (call,) = [call for c in choices for call in c["delta"].get("tool_calls", ())]
+    assert (call["index"], call["type"]) == (0, "function")
+    assert call["function"] == {"name": "f", "arguments": '{"x": "é"}'}
+    assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["tool_calls"]
+    assert choices[0]["delta"]["role"] == "assistant"
+
+
+def test_a_whole_answer_has_its_calls_beside_its_content() -> None:
+    document = writer().whole([delta(TEXT, "stop")]).model_dump(exclude_unset=True)
+    (choice,) = document["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "I look it up."
+    (call,) = choice["message"]["tool_calls"]
+    assert "index" not in call
+    assert call["type"] == "function"
+
+
+def test_an_answer_that_is_cut_keeps_its_reason_and_its_text() -> None:
+    cut = TEXT[:-20]
+    document = writer().whole([delta(cut, "length")])
+    assert document.choices[0].finish_reason == "length"
+    assert document.choices[0].message is not None
+    assert document.choices[0].message.content == cut
