@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 from peagle.errors import ConfigError, PeagleError
@@ -147,6 +148,23 @@ def from_mapping(cls: type[_Config], options: Mapping[str, Any], where: str) -> 
         raise _misfit(error.errors(), options) from None
     _check_bools(options, config)
     return config
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A mapping from a file. Keys have - or _ between their words, as flags and as fields do."""
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check the path") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{path} is not a mapping of keys to values", hint="write lines such as max-tokens: 64"
+        )
+    return {str(key).replace("-", "_"): value for key, value in content.items()}
 
 
 def _check_keys(cls: type, options: Mapping[str, Any], where: str) -> None:

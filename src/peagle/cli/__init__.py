@@ -1,6 +1,7 @@
 """The `peagle` command: one thin file per verb, nothing heavy imported at the top.
 
 main            the app, and what a user sees when something goes wrong
+verb            what every verb understands: -q, -v, --config, vLLM's ways of writing flags
 flags           flags that verbs share
 engines         where a verb gets its engine
 prompt_files    prompts from the command line, text and jsonl files; bad lines named, others kept

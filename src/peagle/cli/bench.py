@@ -16,6 +16,7 @@ from peagle.bench.results.settings import Setting, by_place, full_name, series_n
 from peagle.cli import engines, render
 from peagle.cli.flags import Json, expand_flags
 from peagle.cli.flags.bench import BenchFlags
+from peagle.config import read_yaml
 
 if TYPE_CHECKING:
     from peagle.bench.analysis.compare import CellComparison, Comparison
@@ -75,7 +76,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Measure a grid of method x K x load x workload. `peagle bench compare A B` compares two."""
-    from peagle.bench.run.plan import make_plan, read_yaml
+    from peagle.bench.run.plan import make_plan
 
     given = read_yaml(config) if config else {}
     own = {"model": model, "out": out, "overwrite": overwrite}

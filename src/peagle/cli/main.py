@@ -30,6 +30,7 @@ from peagle.cli import (
     tune,
 )
 from peagle.cli.render import print_error
+from peagle.cli.verb import Quiet, Verb, Verbose, as_verb, with_dashes
 from peagle.errors import PeagleError
 from peagle.log import setup_logging
 
@@ -39,7 +40,10 @@ app = typer.Typer(
     name="peagle",
     help="Lossless parallel speculative decoding: faster answers, the same tokens.",
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": with_dashes,  # flags may have underscores, as vLLM's may
+    },
 )
 app.command("demo")(demo.demo)
 app.command("generate")(generate.generate)
@@ -59,29 +63,47 @@ app.command("heads")(heads.heads)
 app.command("env")(env.env)
 
 
+@app.command("version")
+def _version() -> None:
+    """Show the version."""
+    typer.echo(f"peagle {peagle.__version__}")
+
+
+@app.command("help")
+def _help(
+    words: Annotated[list[str] | None, typer.Argument(metavar="VERB", help="Default: all.")] = None,
+) -> None:
+    """Show the help of a verb."""
+    raise typer.Exit(main([*(words or []), "--help"]))
+
+
+for _registered in (*app.registered_commands, *bench.app.registered_commands):
+    assert _registered.callback is not None
+    _registered.callback, _registered.cls = as_verb(_registered.callback), Verb
+
+
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"peagle {peagle.__version__}")
+        _version()
         raise typer.Exit
 
 
 @app.callback(invoke_without_command=True)
 def _before_every_verb(
     context: typer.Context,
-    verbose: Annotated[
-        int,
-        typer.Option(
-            "--verbose", "-v", count=True, help="Log more; -vv: most.", show_default=False
-        ),
-    ] = 0,
+    verbose: Verbose = 0,
+    quiet: Quiet = False,
     _version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+            *("--version", "-V"),
+            callback=_print_version,
+            is_eager=True,
+            help="Show the version and exit.",
         ),
     ] = False,
 ) -> None:
-    setup_logging(verbose)
+    setup_logging(-1 if quiet else verbose)
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

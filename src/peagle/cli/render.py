@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import IO, Any
 
+from peagle.log import is_quiet
 from peagle.speculation.statistics import SpecDecodeStats
 
 PIPE_WIDTH = 120  # of tables where there is no terminal to ask
@@ -21,9 +22,10 @@ def print_error(message: str, hint: str | None = None) -> None:
 
 
 def note(text: str) -> None:
-    """Progress and remarks."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    """A remark, unless the user asked for quiet."""
+    if not is_quiet():
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def counted(label: str) -> Callable[[int, int], None]:
