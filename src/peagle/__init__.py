@@ -15,6 +15,7 @@ evaluate         acceptance of a head, offline
 bench            speed, latency and acceptance, measured; plots, advice, predictions
 heads            the heads that ship
 doctor           what in a dataset or a head silently costs acceptance
+compatibility    arguments of vLLM's that the embedded engine does not have
 config           what the engine and its drafter are told at start
 sampling_params  how one request is sampled
 outputs          what a caller gets back

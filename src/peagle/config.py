@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
 
+from peagle.compatibility import SPECULATIVE_ARGUMENTS, drop_unused
 from peagle.errors import ConfigError, PeagleError
 
 Method = Literal["p-eagle", "eagle3", "ngram", "none"]
@@ -18,6 +19,8 @@ Quantization = Literal["fp8"]
 MAX_SPECULATIVE_TOKENS = 64
 DEFAULT_SPECULATIVE_TOKENS = 5
 MAX_DRAFT_NODES = 63  # a row's ancestors, the newest token included, are the bits of one int64
+
+PARALLEL = "parallel_drafting"  # vLLM's word for an EAGLE-3 head that is P-EAGLE's
 
 _Config = TypeVar("_Config")
 
@@ -85,10 +88,11 @@ class SpeculativeConfig:
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> SpeculativeConfig:
         """Reads vLLM's `--speculative-config`: its `eagle3` + `parallel_drafting` is p-eagle."""
-        options = dict(options)
-        if options.pop("parallel_drafting", False) and options.get("method") in ("eagle3", None):
+        options = drop_unused(options, SPECULATIVE_ARGUMENTS, ConfigError)
+        options = {key: value for key, value in options.items() if value is not None}
+        if options.pop(PARALLEL, False) and options.get("method") in ("eagle3", None):
             options["method"] = "p-eagle"
-        return from_mapping(cls, options, "speculative_config")
+        return from_mapping(cls, options, "speculative_config", also=(PARALLEL,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,16 +136,19 @@ class EngineConfig:
             raise ConfigError(f"max_model_len={self.max_model_len} leaves no room for an answer")
 
 
-def from_mapping(cls: type[_Config], options: Mapping[str, Any], where: str) -> _Config:
+def from_mapping(
+    cls: type[_Config], options: Mapping[str, Any], where: str, *, also: Sequence[str] = ()
+) -> _Config:
     """Builds a config dataclass, sections inside it included, with every value's type checked.
 
     An unknown key is an error that names the nearest one; so is a value that does not fit, with
     what its key takes. Numbers may be strings: YAML reads 1e-4, without a dot, as one. A bool is
-    not a number, nor is a string a bool.
+    not a number, nor is a string a bool. `also` are keys that the caller has taken out, for the
+    list of known ones.
     """
     from pydantic import TypeAdapter, ValidationError  # not needed for `peagle --help`
 
-    _check_keys(cls, options, where)
+    _check_keys(cls, options, where, also)
     try:
         config = TypeAdapter(cls).validate_python(dict(options))
     except ValidationError as error:
@@ -167,9 +174,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return {str(key).replace("-", "_"): value for key, value in content.items()}
 
 
-def _check_keys(cls: type, options: Mapping[str, Any], where: str) -> None:
+def _check_keys(
+    cls: type, options: Mapping[str, Any], where: str, also: Sequence[str] = ()
+) -> None:
     kinds = get_type_hints(cls)
-    known = [f.name for f in dataclasses.fields(cls)]
+    known = [*(f.name for f in dataclasses.fields(cls)), *also]
     for key, value in options.items():
         if key not in known:
             nearest = difflib.get_close_matches(str(key), known, n=1)

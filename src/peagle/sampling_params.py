@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
+from peagle.compatibility import SAMPLING_ARGUMENTS, drop_unused
 from peagle.config import Doc
 from peagle.errors import RequestError
 
@@ -13,7 +15,24 @@ from peagle.errors import RequestError
 GREEDY_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 1024
 
+_Params = TypeVar("_Params")
 
+
+def _takes_vllms_arguments(cls: type[_Params]) -> type[_Params]:
+    """Lets the constructor take what vLLM's takes: see `compatibility`, and None for no list."""
+    own = cls.__init__
+
+    @functools.wraps(own)
+    def init(self: _Params, **given: Any) -> None:
+        known = drop_unused(given, SAMPLING_ARGUMENTS, RequestError)
+        lists = ("stop", "stop_token_ids", "logit_bias", "bad_words")
+        own(self, **{k: v for k, v in known.items() if v is not None or k not in lists})
+
+    cls.__init__ = init  # type: ignore[method-assign]
+    return cls
+
+
+@_takes_vllms_arguments
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Parameters of one request. Every combination is lossless under speculation.

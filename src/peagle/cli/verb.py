@@ -115,8 +115,8 @@ def as_verb(command: Callable[..., None]) -> Callable[..., None]:
     common = [p for p in _common_flags() if p.name not in {q.name for q in own}]
 
     def wide(**values: Any) -> None:
-        context: typer.Context = values.pop("context")
-        before = context.find_root().params
+        invocation: typer.Context = values.pop("invocation")
+        before = invocation.find_root().params
         quiet = before["quiet"] or values.pop("quiet")
         setup_logging(-1 if quiet else before["verbose"] + values.pop("verbose"))
         command(**{p.name: values[p.name] for p in own})
@@ -130,7 +130,7 @@ def as_verb(command: Callable[..., None]) -> Callable[..., None]:
 
 def _common_flags() -> list[inspect.Parameter]:
     return [
-        _keyword("context", typer.Context),
+        _keyword("invocation", typer.Context),
         _keyword("config", _Config, None),
         _keyword("quiet", Quiet, False),
         _keyword("verbose", Verbose, 0),

@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from peagle.compatibility import GENERATE_ARGUMENTS, refuse_others
 from peagle.engine.prompts import Message, Prompt, PromptReader, TokenizedPrompt, params_for
 from peagle.outputs import RequestOutput
 from peagle.sampling_params import SamplingParams
@@ -58,9 +59,14 @@ class OfflineInference(ABC, Generic[_Open]):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **unused: Any,
     ) -> list[RequestOutput]:
         """Answers all prompts, in their order. Raises RequestError before any work if one of
-        them can never be served; see `check_request`."""
+        them can never be served; see `check_request`. `unused` are vLLM's arguments without a
+        meaning here, see `compatibility`."""
+        refuse_others(unused, GENERATE_ARGUMENTS)
         given = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = params_for(given, sampling_params)
         pairs = [(self._prompts.read(prompt), p) for prompt, p in zip(given, params, strict=True)]
