@@ -28,7 +28,7 @@ LAYERS = (
         "processes",
         "provenance",
     }
-    | {"compatibility", "sampling_params"},
+    | {"compatibility", "progress", "sampling_params"},
     {"speculation", "data"},
     {"outputs"},  # results carry their acceptance statistics
     {"kernels"},

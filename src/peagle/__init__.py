@@ -26,6 +26,7 @@ locking          file locks that do not outlive their holder
 cache            the folder of things that can be made again
 processes        child processes, ended with all their children
 provenance       hardware, versions, commit, command and time of a figure
+progress         how far long work is, for whoever shows it
 log              logging to stderr
 __main__         `python -m peagle`
 """

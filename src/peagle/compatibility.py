@@ -60,6 +60,10 @@ LLM_ARGUMENTS: dict[str, Unused] = {
     "chat_template": _only(None, because=_TEMPLATE),
     "config_format": _only(None, "auto", "hf", because=_OWN_WEIGHTS),
     "cpu_offload_gb": _only(None, 0, because=_OWN_WEIGHTS),
+    "offload_group_size": _only(None, 0, because=_OWN_WEIGHTS),
+    "offload_num_in_group": _IGNORED,  # without a group it says nothing
+    "offload_params": _only(None, set(), because=_OWN_WEIGHTS),
+    "offload_prefetch_step": _IGNORED,
     "download_dir": _only(None, because="HF_HOME says where downloads are kept"),
     "hf_overrides": _only(None, {}, because="config.json is read as it is"),
     "hf_token": _only(None, because="`hf auth login` or HF_TOKEN gives it"),
@@ -76,6 +80,10 @@ LLM_ARGUMENTS: dict[str, Unused] = {
     # What it cannot do.
     "allowed_local_media_path": _only(None, "", because=_TEXT_ALONE),
     "allowed_media_domains": _only(None, because=_TEXT_ALONE),
+    "enable_return_routed_experts": _only(None, False, because="it runs no experts"),
+    "return_sampling_mask": _only(None, False, because="log-probabilities are what it returns"),
+    "structured_outputs_config": _IGNORED,
+    "profiler_config": _only(None, because="torch.profiler may be put around it"),
     "convert": _only(None, "auto", "none", because=_GENERATES),
     "enable_lora": _only(None, False, because=_NO_ADAPTERS),
     "enable_prefix_caching": _only(None, False, because="it has no prefix cache"),

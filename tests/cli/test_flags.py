@@ -12,10 +12,12 @@ from peagle.cli.flags import ConfigFlags, doc_of
 from peagle.cli.flags.engine import EngineFlags
 from peagle.cli.flags.sampling import SamplingFlags
 from peagle.cli.flags.vllm import VllmFlags
+from peagle.cli.render import as_flags, naming_flags
 from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.errors import RequestError
 from peagle.sampling_params import SamplingParams
 
-from .fakes import Shell
+from .fakes import FakeLLM, Shell
 
 GROUPS = {EngineFlags: EngineConfig, SamplingFlags: SamplingParams, VllmFlags: VllmOptions}
 
@@ -129,7 +131,7 @@ BAD = {
     "--logit-bias [1]": "--logit-bias is not a JSON object",
     '--logit-bias {"a":1}': "--logit-bias maps token ids to numbers",
     '--logit-bias {"1":null}': "--logit-bias maps token ids to numbers",
-    "--spec-method ngram --spec-tokens 0": "num_speculative_tokens=0 is out of range",
+    "--spec-method ngram --spec-tokens 0": "--spec-tokens 0 is out of range",
     "--spec-method p-eagle": "method p-eagle needs a head",
     "--spec-method ngram --spec-model h": "method ngram takes no head",
     "--spec-tokens 5": "but no drafter",
@@ -138,17 +140,17 @@ BAD = {
     "--spec-method turbo": "Invalid value for '--spec-method'",
     "--speculative-config {} --spec-tokens 5": "both given",
     '--speculative-config {"metod":"ngram"}': "unknown key 'metod'",
-    "--temperature -1": "temperature=-1.0 is out of range",
-    "--temperature nan": "temperature=nan is out of range",
+    "--temperature -1": "--temperature -1.0 is out of range",
+    "--temperature nan": "--temperature nan is out of range",
     "--top-p 0.9": "--top-p has no effect at temperature 0",
-    "--n 2": "n=2 with temperature=0",
-    "--max-tokens 0": "max_tokens=0 is out of range",
-    "--min-tokens 300": "min_tokens=300 is more than max_tokens=256",
+    "--n 2": "--n 2 with --temperature 0",
+    "--max-tokens 0": "--max-tokens 0 is out of range",
+    "--min-tokens 300": "--min-tokens 300 is more than --max-tokens 256",
     "--max-tokens many": "Invalid value for '--max-tokens'",
-    "--block-size 0": "block_size=0 is out of range",
-    "--quantization awq": "quantization='awq' is unknown",
-    "--gpu-memory-utilization 1.5": "gpu_memory_utilization=1.5 is out of range",
-    "--kv-cache-memory-bytes 0": "kv_cache_memory_bytes=0 is out of range",
+    "--block-size 0": "--block-size 0 is out of range",
+    "--quantization awq": "--quantization 'awq' is unknown",
+    "--gpu-memory-utilization 1.5": "--gpu-memory-utilization 1.5 is out of range",
+    "--kv-cache-memory-bytes 0": "--kv-cache-memory-bytes 0 is out of range",
     "--raw --system x": "--system needs the chat template",
     "--logprobs 2": "--logprobs shows in the JSON document alone",
     "--prompts-file x": "PROMPT and --prompts-file were both given",
@@ -176,3 +178,43 @@ def test_no_prompt_is_an_error(shell: Shell) -> None:
 def test_missing_prompts_file_is_an_error(shell: Shell) -> None:
     assert shell("generate", "m", "--prompts-file", "/nonexistent") == 2
     assert "cannot read --prompts-file /nonexistent" in shell.err
+
+
+TYPED = {
+    "max_model_len": "--max-model-len",
+    "seed": "--seed",
+    "num_speculative_tokens": "--spec-tokens",
+}
+TYPED |= {"max_tokens": "--max-tokens", "concurrency": "--concurrency"}
+
+
+@pytest.mark.parametrize(
+    ("python", "typed"),
+    [
+        ("max_model_len=9 leaves no room", "--max-model-len 9 leaves no room"),
+        ("raise max_model_len if the model allows", "raise --max-model-len if the model allows"),
+        ("num_speculative_tokens=20 is more", "--spec-tokens 20 is more"),
+        ("concurrency=0 is out of range", "--concurrency 0 is out of range"),
+        ("the seed of a request", "the seed of a request"),
+        ("head.num_speculative_tokens=3", "head.num_speculative_tokens=3"),
+        ("/data/max_tokens/x and my_max_tokens", "/data/max_tokens/x and my_max_tokens"),
+        ("unknown key 'max_tokens'", "unknown key 'max_tokens'"),
+        ("use SamplingParams(max_tokens=3)", "use SamplingParams(max_tokens=3)"),
+    ],
+)
+def test_errors_name_flags_to_those_who_typed_them(python: str, typed: str) -> None:
+    with naming_flags(TYPED):
+        assert as_flags(python) == typed
+    assert as_flags(python) == python, "nobody typed flags"
+
+
+def test_hints_of_single_prompts_name_flags_too(shell: Shell) -> None:
+    class Small(FakeLLM):
+        def check_request(self, prompt: object, params: SamplingParams) -> None:
+            raise RequestError("max_model_len=3 is full", hint="raise max_model_len")
+
+    shell.make = Small
+    assert shell("generate", "m", "Hi") == 2
+    assert shell.err == (
+        "error: prompt 1: --max-model-len 3 is full\nhint: raise --max-model-len\n"
+    )

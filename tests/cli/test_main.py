@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -124,6 +125,21 @@ def test_env_names_hardware_and_versions(shell: Shell) -> None:
     assert shell("env", "--json") == 0
     assert shell.json["versions"]["peagle"] == __version__
     assert shell.json["hardware"]["cores"] >= 1
+
+
+def test_env_names_kernels_compiler_triton_vllm_and_the_cache(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path))
+    monkeypatch.setenv("PEAGLE_CPU_KERNELS", "0")
+    monkeypatch.setenv("CC", "my-cc -v")
+    assert shell("env", "--json") == 0
+    engines = shell.json["engines"]
+    assert engines.keys() == {"cpu kernels", "compiler", "triton", "vllm", "cache folder"}
+    assert engines["cpu kernels"] == "torch's own operations"
+    assert (engines["compiler"], engines["cache folder"]) == ("my-cc -v", str(tmp_path))
+    assert shell("env") == 0
+    assert f"engines cache folder   {tmp_path}" in shell.out
 
 
 def test_error_hint_is_optional(shell: Shell) -> None:

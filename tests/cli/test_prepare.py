@@ -15,8 +15,9 @@ from .fakes import Shell
 
 
 def test_summary_is_json_and_progress_goes_to_stderr(
-    command: Shell, model: str, prompts: str, tmp_path: Path
+    command: Shell, model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("peagle.cli.progress.FIRST_LINE_SECONDS", 0.0)
     arguments = (*PREPARE, "--model", model, "--prompts", prompts, "--out", str(tmp_path / "d"))
     assert command(*arguments, "--json") == 0
     found = command.json
@@ -75,7 +76,7 @@ def test_an_endpoint_answers_instead(
         ({"--model": "/missing"}, "there is no folder /missing"),
         ({"--endpoint": "localhost"}, "is not an address"),
         ({"--endpoint-key-env": "UNSET", "--endpoint": "http://x"}, "UNSET is not set"),
-        ({"--temperature": "-1"}, "temperature=-1.0 is out of range"),
+        ({"--temperature": "-1"}, "--temperature -1.0 is out of range"),
         ({"--max-prompt-tokens": "2"}, "no prompt was answered"),
     ],
 )

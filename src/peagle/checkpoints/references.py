@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.checkpoints.builtin import BUILTIN_MODELS, Progress, ensure_builtin
+from peagle.checkpoints.builtin import BUILTIN_MODELS, ensure_builtin
 from peagle.checkpoints.files import weight_files
 from peagle.errors import ModelError
 
@@ -30,17 +30,15 @@ def resolve_model(
     *,
     revision: str | None = None,
     local_files_only: bool = False,
-    progress: Progress | None = None,
 ) -> Path:
     """The folder, with config.json and all weights, that a model reference stands for.
 
     A built-in name wins over a folder of that name: write `./NAME` for the folder. An existing
-    folder wins over a Hugging Face id. `revision` belongs to Hugging Face ids alone. `progress`
-    hears of the long steps of building a built-in model; without it they are logged as info.
+    folder wins over a Hugging Face id. `revision` belongs to Hugging Face ids alone.
     """
     if reference in BUILTIN_MODELS:
         _refuse_revision(reference, revision)
-        return ensure_builtin(reference, progress=progress)
+        return ensure_builtin(reference)
     if _looks_like_path(reference):
         _refuse_revision(reference, revision)
         return _checked(Path(reference).expanduser())

@@ -5,6 +5,7 @@ verb            what every verb understands: -q, -v, --config, vLLM's ways of wr
 flags           flags that verbs share
 engines         where a verb gets its engine
 prompt_files    prompts from the command line, text and jsonl files; bad lines named, others kept
+progress        bars on a terminal, lines elsewhere
 render          tables, the stats line and error lines
 demo            the same prompts with each method
 generate        answers to prompts

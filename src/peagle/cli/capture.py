@@ -12,6 +12,7 @@ from peagle.cli import render
 from peagle.cli.flags import Json, expand_flags
 from peagle.cli.flags.engine import EngineFlags
 from peagle.errors import ConfigError
+from peagle.progress import track
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 TOKENS_PER_PASS = 8192
@@ -66,8 +67,10 @@ def capture(
     plan = plan_capture(opened, model, engine.config(), _layer_ids(layer_ids), section)
     render.note(f"{plan.num_rows} rows, {plan.num_tokens} tokens: {plan.num_bytes / 2**30:.2f} GiB")
     if not forecast_only:
-        for done in run_capture(opened, plan, out, tokens_per_pass=TOKENS_PER_PASS, max_disk=limit):
-            render.note(f"{done} of {plan.num_rows} rows")
+        passes = run_capture(opened, plan, out, tokens_per_pass=TOKENS_PER_PASS, max_disk=limit)
+        with track("capturing", plan.num_rows, "rows") as work:
+            for done in passes:
+                work.reach(done)
     if as_json:
         document = {"rows": plan.num_rows, "tokens": plan.num_tokens, "bytes": plan.num_bytes}
         render.print_json(

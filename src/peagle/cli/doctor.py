@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -28,12 +30,14 @@ def doctor(
     from peagle.doctor import Finding, examine_data, examine_head, guarded
 
     resolve_model(model)  # a wrong name is the user's error, not a finding
-    findings: list[Finding] = []
+    examined: list[Iterator[Finding]] = []
     if data is not None:
-        findings += guarded("data", examine_data(data, model))
+        examined.append(guarded("data", examine_data(data, model)))
     if head is not None:
-        findings += guarded("head", examine_head(head, model, engine.config(), data))
-    for finding in findings:
+        examined.append(guarded("head", examine_head(head, model, engine.config(), data)))
+    findings: list[Finding] = []
+    for finding in itertools.chain(*examined):  # each is shown when it is found
+        findings.append(finding)
         render.write(f"{finding.level:8} {finding.check}: {finding.message}\n")
         if finding.hint:
             render.write(f"         hint: {finding.hint}\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -101,7 +100,7 @@ def generate(
     # 2. What the engine would refuse is set aside, the rest is answered.
     if good:
         llm = engines.build_backend(model, engine_config, drafter_config, vllm)
-        streaming = len(good) == n == 1 and not as_json and sys.stdout.isatty()
+        streaming = len(good) == n == 1 and not as_json
         with closing(llm):
             jobs, refused = prepare_jobs(llm, good, params, system=system, raw=raw)
             _report(refused)

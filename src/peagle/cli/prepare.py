@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from peagle.backends.vllm.options import VllmOptions
     from peagle.prepare.answers import AnswerSource
     from peagle.prepare.dataset_spec import DatasetSpec
-    from peagle.prepare.preparation import PreparationProgress
 
 MAX_TOKENS = 1024
 CUT_LOOPS = 64
@@ -95,7 +92,7 @@ def prepare(
     else:
         key = _key(endpoint_key_env)
         source = _endpoint(endpoint, endpoint_model or model, key, spec, concurrency)
-    run = Preparation(writer, source, asking, max_prompt_tokens, report=ProgressLine())
+    run = Preparation(writer, source, asking, max_prompt_tokens)
     counts = run(found.good, found.bad)
 
     # 3. What there is now, earlier runs included.
@@ -115,33 +112,6 @@ def prepare(
         render.print_json(document)
     else:
         _print_summary(document)
-
-
-class ProgressLine:
-    """One line on stderr: rewritten on a terminal, now and then elsewhere."""
-
-    def __init__(self) -> None:
-        self.on_terminal = sys.stderr.isatty()
-        self.every = 1.0 if self.on_terminal else 30.0
-        self.last = time.monotonic()
-
-    def __call__(self, progress: PreparationProgress) -> None:
-        now = time.monotonic()
-        finished = progress.done == progress.total
-        if now - self.last < self.every and not finished:
-            return
-        self.last = now
-        left = progress.seconds_left
-        line = (
-            f"{progress.done} of {progress.total} prompts, {progress.num_tokens} tokens, "
-            f"{progress.tokens_per_second:.0f} tokens/s, "
-            f"{'?' if left is None else f'{left / 60:.1f}'} min left"
-        )
-        if self.on_terminal:
-            sys.stderr.write(f"\r\033[K{line}" + ("\n" if finished else ""))
-            sys.stderr.flush()
-        else:
-            render.note(line)
 
 
 def _embedded(

@@ -232,7 +232,7 @@ def _shape(model: str) -> DecoderShape:
     if path.suffix != ".json":
         from peagle.checkpoints.builtin import BUILTIN_MODELS, ensure_builtin
 
-        folder = ensure_builtin(model, progress=render.note) if model in BUILTIN_MODELS else path
+        folder = ensure_builtin(model) if model in BUILTIN_MODELS else path
         path = folder / "config.json"
     return decoder_shape(_read_object(path, "give a model folder or a config.json"), str(path))
 

@@ -17,6 +17,8 @@ import typer
 from typer.core import TyperCommand
 
 from peagle.cli.flags import parse_json_object
+from peagle.cli.progress import shown_progress
+from peagle.cli.render import naming_flags
 from peagle.config import read_yaml
 from peagle.errors import ConfigError
 from peagle.log import setup_logging
@@ -119,13 +121,21 @@ def as_verb(command: Callable[..., None]) -> Callable[..., None]:
         before = invocation.find_root().params
         quiet = before["quiet"] or values.pop("quiet")
         setup_logging(-1 if quiet else before["verbose"] + values.pop("verbose"))
-        command(**{p.name: values[p.name] for p in own})
+        with shown_progress(), naming_flags(_flags_by_option(invocation.command.params)):
+            command(**{p.name: values[p.name] for p in own})
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [p.replace(kind=keyword) for p in own] + common
     wide.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wide.__name__, wide.__doc__ = command.__name__, command.__doc__
     return wide
+
+
+def _flags_by_option(parameters: list[Any]) -> dict[str, str]:
+    """By what Python calls them. Drafters have keys of their own: see DrafterFlags."""
+    flags = {p.name: f"--{_key(p)}" for p in parameters if p.opts[0].startswith("--")}
+    keys = {"num_speculative_tokens": "spec_tokens", "num_draft_nodes": "spec_nodes"}
+    return flags | {key: flags[name] for key, name in keys.items() if name in flags}
 
 
 def _common_flags() -> list[inspect.Parameter]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
@@ -379,7 +379,7 @@ class Engine:
         request.finish("stop")
 
     @torch.inference_mode()
-    def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def warm_up(self) -> None:
         """Captures the CUDA graphs of common steps now rather than when each is first met."""
         drafts = StepShape(batch=1, depth=0, sampling="greedy")
         if self.speculation is not None:
@@ -388,7 +388,7 @@ class Engine:
                 self.speculation.num_draft_nodes,
             )
             drafts = drafts._replace(depth=depth, num_nodes=num_nodes)
-        self.runner.warm_up(drafts, self.scheduler.max_num_batched_tokens, progress)
+        self.runner.warm_up(drafts, self.scheduler.max_num_batched_tokens)
 
     @property
     def num_graphs(self) -> int:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
 from peagle.compatibility import GENERATE_ARGUMENTS, refuse_others
 from peagle.engine.prompts import Message, Prompt, PromptReader, TokenizedPrompt, params_for
 from peagle.outputs import RequestOutput
+from peagle.progress import track
 from peagle.sampling_params import SamplingParams
 
 
@@ -76,9 +78,7 @@ class OfflineInference(ABC, Generic[_Open]):
         try:
             for pair in pairs:
                 opened.append(self.add_request(*pair))
-            unfinished = {id(request) for request in opened if not request.finished}
-            while unfinished:
-                unfinished.difference_update(id(r) for r in self.step() if r.finished)
+            self._finish(opened, show=bool(use_tqdm) and len(opened) > 1)
         finally:  # Ctrl-C or a bug must not leave requests behind
             for request in opened:
                 self.abort_request(request)
@@ -111,6 +111,14 @@ class OfflineInference(ABC, Generic[_Open]):
 
     def get_tokenizer(self) -> Any:
         return self._prompts.tokenizer
+
+    def _finish(self, opened: Sequence[_Open], *, show: bool) -> None:
+        unfinished = {id(request) for request in opened if not request.finished}
+        with track("answering", len(opened), "prompts") if show else nullcontext() as work:
+            while unfinished:
+                unfinished.difference_update(id(r) for r in self.step() if r.finished)
+                if work is not None:
+                    work.reach(len(opened) - len(unfinished))
 
     def _follow(
         self, prompt: TokenizedPrompt, params: SamplingParams

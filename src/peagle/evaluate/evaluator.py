@@ -18,6 +18,7 @@ from torch import Tensor
 from peagle.data.dataset import Dataset
 from peagle.data.packing import PackedRow, assign, pack
 from peagle.evaluate.replay import Limits, replay, run_lengths
+from peagle.progress import track
 from peagle.speculation.looping import is_looping
 from peagle.speculation.statistics import SpecDecodeStats
 from peagle.teacher_forcing.draft_model import DraftModel
@@ -135,15 +136,17 @@ class Evaluator:
 
     @torch.no_grad()
     def documents(self, model: DraftModel, rule: AcceptanceRule) -> Iterator[Document]:
-        for indices in self.rows:
-            row = pack(self.dataset, indices, self.tokens_per_row)
-            chances = self._chances(model, row, rule)
-            for number, index in enumerate(indices):
-                here = row.document == number
-                tokens, mask = row.token_ids[here], row.loss_mask[here]
-                groups = self._groups(index, tokens[mask].tolist())
-                limits = self._limits(model, index, mask.tolist())
-                yield Document(groups, mask.tolist(), limits, chances[:, here])
+        with track("evaluating", sum(map(len, self.rows)), "rows") as work:
+            for indices in self.rows:
+                row = pack(self.dataset, indices, self.tokens_per_row)
+                chances = self._chances(model, row, rule)
+                for number, index in enumerate(indices):
+                    here = row.document == number
+                    tokens, mask = row.token_ids[here], row.loss_mask[here]
+                    groups = self._groups(index, tokens[mask].tolist())
+                    limits = self._limits(model, index, mask.tolist())
+                    yield Document(groups, mask.tolist(), limits, chances[:, here])
+                    work.advance()
 
     def _chances(self, model: DraftModel, row: PackedRow, rule: AcceptanceRule) -> Tensor:
         """[J, n, K]"""

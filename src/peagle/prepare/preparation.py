@@ -7,12 +7,11 @@ second run skips exactly what is on disk.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
-from typing import NamedTuple
 
 from safetensors import SafetensorError
 
@@ -21,24 +20,10 @@ from peagle.data.prompts import BadPrompt, Conversation
 from peagle.errors import DataError, RequestError
 from peagle.prepare.answers import AnswerSource, Question, TargetAnswer
 from peagle.prepare.dialogue import Dialogue, DialogueOptions
+from peagle.progress import Work, track
 
 ERRORS = "errors.jsonl"
 ALL_ROWS = 1 << 62  # the writer must not cut a conversation in two: we say when to flush
-
-
-class PreparationProgress(NamedTuple):
-    done: int  # conversations, of this run
-    total: int  # to do in this run
-    num_tokens: int  # generated
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
-
-    @property
-    def seconds_left(self) -> float | None:
-        return self.seconds / self.done * (self.total - self.done) if self.done else None
 
 
 @dataclass
@@ -52,10 +37,6 @@ class PreparationCounts:
     num_tokens: int = 0
 
 
-def _silent(progress: PreparationProgress) -> None:
-    pass
-
-
 @dataclass
 class Preparation:
     """One run over a list of conversations."""
@@ -65,7 +46,6 @@ class Preparation:
     options: DialogueOptions
     max_prompt_tokens: int | None = None
     flush_seconds: float = 20.0
-    report: Callable[[PreparationProgress], None] = _silent
     counts: PreparationCounts = field(default_factory=PreparationCounts)
     _num_done: int = 0
 
@@ -80,14 +60,15 @@ class Preparation:
             for where, error in bad:
                 self._fail(where, error)
             try:
-                self._answer_all(todo)
+                with track("answering", len(todo), "prompts") as work:
+                    self._answer_all(todo, work)
             finally:
                 self.source.close()
                 self.writer.flush()  # after Ctrl-C or a lost endpoint, too
         self.counts.failed += len(bad)
         return self.counts
 
-    def _answer_all(self, todo: Sequence[Conversation]) -> None:
+    def _answer_all(self, todo: Sequence[Conversation], work: Work) -> None:
         opened = self._open(todo)
         dialogues: dict[Question, Dialogue] = {}
         begun = flushed = monotonic()
@@ -105,9 +86,8 @@ class Preparation:
             if now - flushed > self.flush_seconds:
                 self.writer.flush()
                 flushed = now
-            self.report(
-                PreparationProgress(self._num_done, len(todo), self.counts.num_tokens, now - begun)
-            )
+            num_tokens = self.counts.num_tokens
+            work.reach(self._num_done, f"{num_tokens / max(now - begun, 1e-9):.0f} tokens/s")
 
     def _open(self, todo: Sequence[Conversation]) -> Iterator[tuple[Question, Dialogue]]:
         """First questions, asked when they are drawn from here."""

@@ -14,7 +14,6 @@ from peagle.backends.vllm.drafting import Export, VllmDrafter, plan_drafting, wi
 from peagle.backends.vllm.models import find_target
 from peagle.backends.vllm.options import VllmOptions
 from peagle.backends.vllm.released import ReleasedModel, find_released
-from peagle.checkpoints.builtin import Progress
 from peagle.checkpoints.files import read_json
 from peagle.checkpoints.heads.layouts import CONFIG
 from peagle.checkpoints.references import resolve_model
@@ -171,7 +170,6 @@ def build_command(
     options: VllmOptions,
     extra: Sequence[str] = (),
     fetch: bool = False,
-    progress: Progress | None = None,
 ) -> VllmCommand:
     """`drafter` holds the keys of a speculative_config that were given, {} if none was.
 
@@ -179,7 +177,7 @@ def build_command(
     and `extra`, words for vLLM alone, over both.
     """
     released = find_released(model)
-    target = find_target(model, fetch=fetch, progress=progress)
+    target = find_target(model, fetch=fetch)
     wanted = with_released_head(drafter, released)
     drafting = plan_drafting(wanted, target, max_model_len=options.max_model_len)
     words: list[str] = []
