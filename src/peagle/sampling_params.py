@@ -28,7 +28,7 @@ def _takes_vllms_arguments(cls: type[_Params]) -> type[_Params]:
         lists = ("stop", "stop_token_ids", "logit_bias", "bad_words")
         own(self, **{k: v for k, v in known.items() if v is not None or k not in lists})
 
-    cls.__init__ = init  # type: ignore[method-assign]
+    cls.__init__ = init  # type: ignore[assignment, method-assign]
     return cls
 
 

@@ -90,6 +90,7 @@ def test_reader_that_goes_away_is_no_error() -> None:
     [
         (["generate", "m", "--temprature", "1"], "did you mean --temperature?"),
         (["generate", "m", "--nothing-like-it"], "see peagle generate --help"),
+        (["generate", "m", "-hello"], "write -- before a text that begins with a dash"),
         (["generate"], "see peagle generate --help"),
         (["nothing"], "see peagle --help"),
     ],
@@ -149,3 +150,13 @@ def test_error_hint_is_optional(shell: Shell) -> None:
     shell.make = refuse
     assert shell("generate", "m", "Hi") == 2
     assert shell.err == "error: broken\n"
+
+
+@pytest.mark.parametrize(("no_color", "start"), [("", "\033[1;31merror:\033[0m"), ("1", "error:")])
+def test_errors_are_red_on_a_terminal(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, no_color: str, start: str
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("NO_COLOR", no_color)
+    assert shell("generate") == 2
+    assert shell.err.startswith(f"{start} Missing argument")

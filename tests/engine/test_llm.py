@@ -424,6 +424,15 @@ def test_contradictory_sampling_params_are_refused(params: dict[str, Any], messa
         SamplingParams(**params)
 
 
+def test_a_start_is_logged(model_folder: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", logger="peagle"):
+        LLM(str(model_folder), device="cpu", dtype="float32", max_num_seqs=3)
+    assert f"{model_folder}: torch.float32 on cpu in " in caplog.text
+    assert "drafter: none" in caplog.text
+    assert "blocks of 16 tokens" in caplog.text
+    assert "max_num_seqs=3" in caplog.text
+
+
 def test_config_errors_are_user_errors() -> None:
     assert issubclass(ConfigError, PeagleError)
     assert issubclass(RequestError, ValueError)  # what vLLM would have raised

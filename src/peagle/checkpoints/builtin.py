@@ -230,6 +230,8 @@ def _run_pip(command: list[str], folder: Path, work: Work) -> tuple[int, str]:
             except BaseException:
                 pip.kill()
                 raise
+        if pip.returncode == 0:
+            work.reach(work.total or 0.0)  # or it came from pip's own cache
         output.seek(0)
         return pip.returncode, output.read()
 

@@ -144,6 +144,8 @@ def _usage_error(error: TyperException) -> tuple[str, str]:
     if nearest:
         return error.message, f"did you mean {nearest[0]}?"
     context = getattr(error, "ctx", None)
+    if error.message.startswith("No such option: -") and "--" not in error.message:
+        return error.message, "write -- before a text that begins with a dash"
     return error.format_message(), f"see {context.command_path if context else 'peagle'} --help"
 
 

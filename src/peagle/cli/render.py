@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,10 +20,16 @@ PIPE_WIDTH = 120  # of tables where there is no terminal to ask
 
 def print_error(message: str, hint: str | None = None) -> None:
     """One line, whatever the message holds, and the hint on its own."""
-    sys.stderr.write(f"error: {as_flags(' '.join(message.split()))}\n")
+    sys.stderr.write(f"{_red('error:')} {as_flags(' '.join(message.split()))}\n")
     if hint:
         sys.stderr.write(f"hint: {as_flags(' '.join(hint.split()))}\n")
     sys.stderr.flush()
+
+
+def _red(text: str) -> str:
+    """On a terminal, unless NO_COLOR is set."""
+    is_plain = not sys.stderr.isatty() or os.environ.get("NO_COLOR")
+    return text if is_plain else f"\033[1;31m{text}\033[0m"
 
 
 def as_flags(text: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +24,8 @@ from peagle.errors import ConfigError
 from peagle.outputs import Counter, Gauge, Metric, RequestOutput, Vector
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.statistics import SpecDecodeStats
+
+logger = logging.getLogger(__name__)
 
 
 class LLM(OfflineInference[PromptAnswers]):
@@ -50,7 +54,7 @@ class LLM(OfflineInference[PromptAnswers]):
             "model": spec_model, "num_speculative_tokens": spec_tokens, "method": spec_method
         }  # fmt: skip
         speculative = _speculative_config(speculative_config, asked)
-        self._name = model
+        self._name, began = model, time.monotonic()
         choose_device(config)  # a device that is not there is said before a model is fetched
         self.model_path: Path = resolve_model(model, revision=revision)
         self._tokenizer = load_tokenizer(self.model_path)
@@ -63,6 +67,7 @@ class LLM(OfflineInference[PromptAnswers]):
             eos_token_ids=eos_token_ids(self.model_path),
             speculation=load_speculation(speculative, target),
         )
+        self._log_start(config, time.monotonic() - began)
         self._counter = itertools.count()
         self._active: dict[Request, PromptAnswers] = {}
         self._num_prompt_tokens = 0
@@ -184,6 +189,13 @@ class LLM(OfflineInference[PromptAnswers]):
 
     def _check(self, prompt: TokenizedPrompt, params: SamplingParams) -> None:
         self.engine.check_request(prompt.token_ids, params)
+
+    def _log_start(self, config: EngineConfig, seconds: float) -> None:
+        weight, allocator = self.engine.target.embed_tokens.weight, self.engine.allocator
+        logger.info("%s: %s on %s in %.1f s", self._name, weight.dtype, weight.device, seconds)
+        logger.info("drafter: %s, K = %d", self.method, self.num_speculative_tokens)
+        logger.info("KV cache: %d blocks of %d tokens", allocator.num_blocks, allocator.block_size)
+        logger.debug("%s", config)
 
     def _forget(self, answers: PromptAnswers) -> None:
         for answer in answers.answers:
