@@ -71,13 +71,14 @@ class SpeculativeConfig:
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
             raise ConfigError(
                 f"prompt_lookup_min={self.prompt_lookup_min} and "
-                f"prompt_lookup_max={self.prompt_lookup_max} leave no n-gram length",
+                f"prompt_lookup_max={self.prompt_lookup_max} allow no n-gram length",
                 hint="use 1 <= prompt_lookup_min <= prompt_lookup_max",
             )
         needs_head = self.method in ("p-eagle", "eagle3")
         if needs_head and self.model is None:
             raise ConfigError(
-                f"method {self.method} needs a head", hint="give model (--spec-model HEAD)"
+                f"method {self.method} needs a head",
+                hint="give it as model, or as --spec-model HEAD",
             )
         if self.method in ("ngram", "none") and self.model is not None:
             raise ConfigError(
@@ -101,22 +102,22 @@ class EngineConfig:
 
     dtype: Annotated[str, Doc("auto, float32, bfloat16 ...")] = "auto"
     device: Annotated[str, Doc("auto, cpu, cuda, cuda:1 ...")] = "auto"
-    seed: Annotated[int, Doc("Seed of requests that bring none of their own.")] = 0
+    seed: Annotated[int, Doc("Seed for requests without one of their own.")] = 0
     max_model_len: Annotated[
-        int | None, Doc("Longest prompt and answer together.", if_none="the model's")
+        int | None, Doc("Maximum length of prompt and answer.", if_none="the model's")
     ] = None
-    max_num_seqs: Annotated[int, Doc("Requests at once.")] = 64
-    max_num_batched_tokens: Annotated[int, Doc("Tokens per step.")] = 2048
+    max_num_seqs: Annotated[int, Doc("Maximum number of requests at once.")] = 64
+    max_num_batched_tokens: Annotated[int, Doc("Maximum number of tokens per step.")] = 2048
     block_size: Annotated[int, Doc("Tokens per block of the KV cache.")] = 16
     quantization: Annotated[
-        Quantization | None, Doc("Of the target's linear layers: fp8; vLLM knows more.")
+        Quantization | None, Doc("Of the target's linear layers: fp8; vLLM has more.")
     ] = None
     # The target's rows have the same bits alone and beside any others: kernels/policy.py.
-    batch_invariant: Annotated[bool, Doc("GPU: the same bits alone and beside other requests.")] = (
-        False
+    batch_invariant: Annotated[bool, Doc("GPU: the same bits whatever else is running.")] = False
+    warm_up: Annotated[bool, Doc("GPU: capture the graphs of common steps at start-up.")] = False
+    gpu_memory_utilization: Annotated[float, Doc("Share of the GPU's memory that may be used.")] = (
+        0.9
     )
-    warm_up: Annotated[bool, Doc("GPU: capture the graphs of common steps at the start.")] = False
-    gpu_memory_utilization: Annotated[float, Doc("Share of the GPU's memory, for all of it.")] = 0.9
     kv_cache_memory_bytes: Annotated[
         int | None,
         Doc("Size of the KV cache.", if_none="what the GPU has free, on a CPU at most 2 GiB"),
@@ -126,7 +127,8 @@ class EngineConfig:
         _check_choice("quantization", self.quantization, (*get_args(Quantization), None))
         if self.batch_invariant and self.quantization is not None:
             raise ConfigError(
-                f"batch_invariant has no {self.quantization} products", hint="drop one of the two"
+                f"batch_invariant cannot be combined with quantization {self.quantization}",
+                hint="drop one of the two",
             )
         _check_memory(self.gpu_memory_utilization, self.kv_cache_memory_bytes)
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):

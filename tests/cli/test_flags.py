@@ -152,7 +152,7 @@ BAD = {
     "--gpu-memory-utilization 1.5": "--gpu-memory-utilization 1.5 is out of range",
     "--kv-cache-memory-bytes 0": "--kv-cache-memory-bytes 0 is out of range",
     "--raw --system x": "--system needs the chat template",
-    "--logprobs 2": "--logprobs shows in the JSON document alone",
+    "--logprobs 2": "--logprobs only appears in the JSON document",
     "--prompts-file x": "PROMPT and --prompts-file were both given",
 }
 

@@ -96,7 +96,7 @@ def ensure_builtin(name: str) -> Path:
         if reason is None:
             raise
         raise ModelError(
-            f"cannot write the cache folder {cache_folder()}: {reason}", hint=_other_cache(model)
+            f"cannot write to the cache folder {cache_folder()}: {reason}", hint=_other_cache(model)
         ) from error
     return folder
 

@@ -44,7 +44,7 @@ def resolve_model(
         return _checked(Path(reference).expanduser())
     if is_hub_id(reference):
         return _checked(_from_hub(reference, revision, local_files_only))
-    raise ModelError(f"no model {reference!r}", hint=_accepted_forms(reference))
+    raise ModelError(f"there is no model {reference!r}", hint=_accepted_forms(reference))
 
 
 def is_hub_id(reference: str) -> bool:
@@ -142,7 +142,7 @@ def _hub_error(repository: str, revision: str | None, error: Exception) -> Model
         )
     return ModelError(
         f"cannot download {repository}: {_first_line(error)}",
-        hint="check the network and the free disk space; a second run goes on where this ended",
+        hint="check the network and the free disk space; run it again to continue",
     )
 
 

@@ -21,11 +21,12 @@ TOKENS_PER_PASS = 8192
 @expand_flags
 def capture(
     engine: EngineFlags,
-    dataset: Annotated[Path, typer.Argument(help="A folder of peagle prepare.")],
+    dataset: Annotated[Path, typer.Argument(help="A dataset of peagle prepare.")],
     model: Annotated[str, typer.Option(help="The target, as the recipe names it.")],
-    out: Annotated[Path, typer.Option(help="Folder for the states; a second run goes on in it.")],
+    out: Annotated[Path, typer.Option(help="Folder for the states; a second run continues it.")],
     max_disk: Annotated[
-        str | None, typer.Option(help="Refuse to write more: 200G, 1.5T.", metavar="SIZE")
+        str | None,
+        typer.Option(help="Refuse to write more than this, e.g. 200G or 1.5T.", metavar="SIZE"),
     ] = None,
     layer_ids: Annotated[
         str | None,
@@ -45,7 +46,7 @@ def capture(
         ),
     ] = None,
     forecast_only: Annotated[
-        bool, typer.Option("--forecast", help="Say what it would take and exit.")
+        bool, typer.Option("--forecast", help="Show how much disk it would take, and exit.")
     ] = False,
     as_json: Json = False,
 ) -> None:

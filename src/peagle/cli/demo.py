@@ -107,8 +107,12 @@ class Difference(NamedTuple):
 
 def demo(
     model: Annotated[str, typer.Option(help="The target.")] = MODEL,
-    prompts: Annotated[int, typer.Option(help=f"How many, 1 to {len(PROMPTS)}.")] = NUM_PROMPTS,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens in an answer.")] = MAX_TOKENS,
+    prompts: Annotated[
+        int, typer.Option(help=f"Number of prompts, 1 to {len(PROMPTS)}.")
+    ] = NUM_PROMPTS,
+    max_tokens: Annotated[
+        int, typer.Option(help="Maximum length of an answer, in tokens.")
+    ] = MAX_TOKENS,
     as_json: Json = False,
 ) -> None:
     """Compare plain decoding with each drafter: speed, acceptance, and the same tokens."""
@@ -189,7 +193,7 @@ def _exit_if_different(contenders: Sequence[Contender]) -> None:
         render.print_error(f"the output differs: {difference}")
     if differences:
         raise typer.Exit(1)
-    render.note("every method gave the plain target's tokens, all of them")
+    render.note("every method gave exactly the plain target's tokens")
 
 
 def _messages(prompt: str) -> list[dict[str, str]]:

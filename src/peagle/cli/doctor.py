@@ -19,7 +19,7 @@ from peagle.errors import ConfigError
 def doctor(
     engine: EngineFlags,
     model: Annotated[str, typer.Option(help="The target that is served.")],
-    data: Annotated[Path | None, typer.Option(help="A folder of peagle prepare.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A dataset of peagle prepare.")] = None,
     head: Annotated[str | None, typer.Option(help="A head for this target.")] = None,
     as_json: Json = False,
 ) -> None:

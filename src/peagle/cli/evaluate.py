@@ -30,20 +30,22 @@ def evaluate(
     model: Annotated[
         str | None, typer.Option(help="The target; default: the one the head names.")
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="A folder of peagle prepare.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A dataset of peagle prepare.")] = None,
     prompts: Annotated[
-        str | None, typer.Option(help="Or prompts, which the target answers first.")
+        str | None, typer.Option(help="Instead of --data: prompts, which the target answers first.")
     ] = None,
     held_out_share: Annotated[
         float | None,
-        typer.Option(help="Only rows that training with this data.held_out_share left out."),
+        typer.Option(help="Use only rows that training held out, by this data.held_out_share."),
     ] = None,
     split: Split = "train",
     limit: Limit = None,
     spec_tokens: Annotated[
         int | None, typer.Option(help="The largest K; default: what the head was trained for.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens in an answer.")] = MAX_TOKENS,
+    max_tokens: Annotated[
+        int, typer.Option(help="Maximum length of an answer, in tokens.")
+    ] = MAX_TOKENS,
     as_json: Json = False,
 ) -> None:
     """Measure a head offline: acceptance length for K = 1, 2, ... in one pass."""
@@ -61,7 +63,7 @@ def evaluate(
     k = pair.check_depth(spec_tokens)
     with tempfile.TemporaryDirectory(prefix="peagle-evaluate-") as folder:
         if found is not None:
-            render.note(f"{len(found.good)} prompts are answered")
+            render.note(f"answering {len(found.good)} prompts first")
             spec = answers.spec(pair.network.config.target_model, max_tokens)
             dataset, counts = own_answers(pair, found, spec, Path(folder))
             if counts.failed:

@@ -73,11 +73,13 @@ def generate(
     engine: EngineFlags,
     backend: BackendFlags,
     prompts: Annotated[
-        list[str] | None, typer.Argument(help="One prompt each, in quotes.", metavar="PROMPT")
+        list[str] | None, typer.Argument(help="Prompts, each in quotes.", metavar="PROMPT")
     ] = None,
     prompts_file: Annotated[
         str | None,
-        typer.Option(help="One prompt per line, text or jsonl; - is stdin.", metavar="FILE"),
+        typer.Option(
+            help="A file with a prompt per line, text or JSON; - is stdin.", metavar="FILE"
+        ),
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
     system: System = None,
@@ -127,10 +129,10 @@ def _refuse_contradictions(
 ) -> None:
     if raw and system is not None:
         raise ConfigError(
-            "--system needs the chat template, --raw turns it off", hint="drop one of the two"
+            "--system needs the chat template, which --raw turns off", hint="drop one of the two"
         )
     if logprobs is not None and not as_json:
-        raise ConfigError("--logprobs shows in the JSON document alone", hint="add --json")
+        raise ConfigError("--logprobs only appears in the JSON document", hint="add --json")
 
 
 def _report(failures: list[Failure]) -> None:

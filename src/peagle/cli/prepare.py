@@ -40,27 +40,33 @@ def prepare(
         str,
         typer.Option(help="A .jsonl or .jsonl.gz file, a folder of them, or a dataset id."),
     ],
-    out: Annotated[Path, typer.Option(help="The dataset's folder; a second run goes on in it.")],
+    out: Annotated[Path, typer.Option(help="The dataset's folder; a second run continues it.")],
     split: Split = "train",
     limit: Limit = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens in an answer.")] = MAX_TOKENS,
+    max_tokens: Annotated[
+        int, typer.Option(help="Maximum length of an answer, in tokens.")
+    ] = MAX_TOKENS,
     max_prompt_tokens: Annotated[
-        int | None, typer.Option(help="Skip longer prompts; default: all that fit the context.")
+        int | None,
+        typer.Option(help="Skip longer prompts; default: those that exceed the context."),
     ] = None,
     cut_loops: Annotated[
-        int, typer.Option(help="Tokens kept after a loop begins; -1: all of it.")
+        int, typer.Option(help="Tokens to keep once an answer loops; -1: all of them.")
     ] = CUT_LOOPS,
     endpoint: Annotated[
         str | None,
-        typer.Option(help="An OpenAI-compatible server (vLLM) answers.", metavar="URL"),
+        typer.Option(help="Let an OpenAI-compatible server, e.g. vLLM, answer.", metavar="URL"),
     ] = None,
     endpoint_model: Annotated[
-        str | None, typer.Option(help="The model's name there; default: --model.", metavar="NAME")
+        str | None,
+        typer.Option(help="The model's name on the server; default: --model.", metavar="NAME"),
     ] = None,
     endpoint_key_env: Annotated[
         str | None, typer.Option(help="Environment variable with its API key.", metavar="VAR")
     ] = None,
-    concurrency: Annotated[int, typer.Option(help="Requests at once there.")] = CONCURRENCY,
+    concurrency: Annotated[
+        int, typer.Option(help="Requests sent to the server at once.")
+    ] = CONCURRENCY,
     as_json: Json = False,
 ) -> None:
     """Make a training dataset: prompts, answered by the target itself."""

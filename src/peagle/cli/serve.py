@@ -51,7 +51,7 @@ def serve(
         ),
     ] = None,
     backend: Annotated[
-        Literal["embedded", "vllm"], typer.Option(help="Which engine serves.")
+        Literal["embedded", "vllm"], typer.Option(help="The engine that serves.")
     ] = "embedded",
     host: Annotated[str | None, typer.Option(help="Address; vLLM's default: all.")] = None,
     port: Annotated[int | None, typer.Option(help=f"Default: {VLLM_PORT}.")] = None,

@@ -27,11 +27,11 @@ JSON = "JSON"  # metavar of the options whose value is a JSON object
 
 Verbose = Annotated[
     int,
-    typer.Option("--verbose", "-v", count=True, help="Log more; -vv: most.", show_default=False),
+    typer.Option(
+        "--verbose", "-v", count=True, help="Log more; -vv: everything.", show_default=False
+    ),
 ]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="No progress and no remarks: results and errors.")
-]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show only results and errors.")]
 
 
 def with_dashes(name: str) -> str:
@@ -169,7 +169,7 @@ NOT_IN_A_FILE = ("config", "quiet", "verbose")
 _Config = Annotated[
     Path | None,
     typer.Option(
-        help="Flags as YAML, without dashes before them; flags that are given win.",
+        help="Read options from a YAML file; flags override it.",
         metavar="FILE",
         callback=_take_defaults,
         is_eager=True,

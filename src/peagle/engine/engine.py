@@ -57,7 +57,7 @@ class Speculation:
     def _check_tree(self, num_nodes: int) -> None:
         if not hasattr(self.drafter, "lattice"):
             raise ConfigError(
-                f"num_draft_nodes={num_nodes}, but {self.drafter.method} drafts no trees",
+                f"num_draft_nodes={num_nodes}, but {self.drafter.method} cannot draft trees",
                 hint="use a P-EAGLE head, or drop it",
             )
         if self.verification == "rejection":

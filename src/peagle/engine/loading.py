@@ -79,7 +79,7 @@ def load_speculation(config: SpeculativeConfig, target: TargetModel) -> Speculat
         advice = network.config.num_speculative_tokens
     if config.num_draft_nodes is not None and target.policy.batch_invariant:
         raise ConfigError(
-            "batch_invariant and trees do not go together: a row's sums follow where it lies",
+            "batch_invariant cannot be combined with trees: a row's sums depend on its place",
             hint="drop num_draft_nodes, or batch_invariant",
         )
     depth = config.num_speculative_tokens or advice

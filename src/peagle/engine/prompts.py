@@ -35,7 +35,7 @@ class PromptReader:
         if "prompt" in prompt:
             return TokenizedPrompt(prompt["prompt"], self._encode(prompt["prompt"]))
         raise RequestError(
-            f"a prompt with keys {sorted(prompt)} says nothing",
+            f"a prompt with keys {sorted(prompt)} has neither text nor token ids",
             hint='give text, {"prompt": text} or {"prompt_token_ids": [...]}',
         )
 
@@ -52,7 +52,7 @@ class PromptReader:
         that want a list do for content_format "openai"."""
         if chat_template is None and not self.tokenizer.chat_template:
             raise RequestError(
-                "this model has no chat template", hint="use generate with a plain prompt"
+                "this model has no chat template", hint="call generate with a plain prompt"
             )
         as_text = content_format != "openai"
         options: dict[str, Any] = {"add_generation_prompt": True, **(kwargs or {})}

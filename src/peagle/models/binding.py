@@ -24,7 +24,9 @@ def bind_kernels(model: TargetModel | EagleNetwork, *, batch_invariant: bool = F
 
 def _check_batch_invariant(model: nn.Module) -> None:
     if any(isinstance(module, Fp8Linear) for module in model.modules()):
-        raise ConfigError("batch_invariant has no 8-bit products", hint="drop quantization=fp8")
+        raise ConfigError(
+            "batch_invariant cannot be combined with 8-bit weights", hint="drop quantization=fp8"
+        )
     device = next(model.parameters()).device
     if device.type != "cuda":
         raise ConfigError(

@@ -156,4 +156,4 @@ def _unknown_model(reference: str) -> ModelError:
     forms = f"give a folder, a Hugging Face id (org/name), or one of: {', '.join(known)}"
     nearest = nearest_name(reference, known)
     hint = f"did you mean {nearest}? Or {forms}" if nearest else forms
-    return ModelError(f"no model {reference!r}", hint=hint)
+    return ModelError(f"there is no model {reference!r}", hint=hint)

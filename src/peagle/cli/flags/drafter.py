@@ -21,16 +21,18 @@ class DrafterFlags:
     """Which drafter runs: three flags, or vLLM's JSON instead."""
 
     spec_model: Annotated[
-        str | None, _drafter("The head: a folder, an id or a name.", metavar="HEAD")
+        str | None, _drafter("The head: a folder, an id or a built-in name.", metavar="HEAD")
     ] = None
     spec_tokens: Annotated[int | None, _drafter("Draft tokens per step.", metavar="K")] = None
     spec_nodes: Annotated[
         int | None,
-        _drafter("Draft a tree of N tokens, K of them behind each other at most.", metavar="N"),
+        _drafter("Draft a tree of N tokens, at most K levels deep.", metavar="N"),
     ] = None
-    spec_method: Annotated[Method | None, _drafter("Default: what the head says.")] = None
+    spec_method: Annotated[
+        Method | None, _drafter("How to draft; default: what the head says.")
+    ] = None
     speculative_config: Annotated[
-        str | None, _drafter("The same and more as JSON, as for vLLM.", metavar="JSON")
+        str | None, _drafter("These options and more as JSON, as in vLLM.", metavar="JSON")
     ] = None
 
     def config(self) -> SpeculativeConfig | None:

@@ -57,7 +57,7 @@ class BackendFlags(ConfigFlags):
             return VllmOptions(**self.given, **shared)
         for name in self.given:
             raise ConfigError(
-                f"--{name.replace('_', '-')} is an option of vLLM's alone",
+                f"--{name.replace('_', '-')} is an option that only vLLM has",
                 hint="add --backend vllm, or drop it",
             )
         return None

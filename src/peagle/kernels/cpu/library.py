@@ -74,7 +74,7 @@ def load_library(*sources: Path, headers: Sequence[Path] = ()) -> ctypes.CDLL | 
         return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
-        logger.info("no compiled CPU kernels, torch's own are used: %s", reason)
+        logger.info("there are no compiled CPU kernels, so torch's own are used: %s", reason)
         return None
 
 
