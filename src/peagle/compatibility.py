@@ -154,15 +154,19 @@ SPECULATIVE_ARGUMENTS: dict[str, Unused] = {
 
 
 def drop_unused(
-    given: Mapping[str, Any], table: Mapping[str, Unused], error: type[PeagleError]
+    given: Mapping[str, Any],
+    table: Mapping[str, Unused],
+    error: type[PeagleError],
+    *,
+    hint: str = "",
 ) -> dict[str, Any]:
     """`given` without the arguments of the table; one whose value would change something is an
-    error."""
+    error, by default with the hint to leave it out."""
     for name in given.keys() & table.keys():
         if not _changes_nothing(given[name], table[name]):
             raise error(
                 f"{name}={given[name]!r} is not supported: {table[name].reason}",
-                hint=f"leave {name} out",
+                hint=hint or f"leave {name} out",
             )
     return {name: value for name, value in given.items() if name not in table}
 

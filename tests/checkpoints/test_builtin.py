@@ -255,7 +255,7 @@ def test_a_full_disk_is_recognised_in_the_words_of_the_rust_libraries(
 
 def test_a_cache_folder_that_is_a_file_is_a_users_error(world: World) -> None:
     world.cache.write_text("")
-    with pytest.raises(ModelError, match="cannot write the cache folder"):
+    with pytest.raises(ModelError, match="cannot write to the cache folder"):
         world.ensure()
 
 

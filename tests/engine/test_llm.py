@@ -331,7 +331,7 @@ def test_the_llm_says_what_it_runs(spec_llm: LLM, plain_llm: LLM, model_folder: 
         ("a", {"logit_bias": {262: 1.0}}, "token id 262 is not in the vocabulary"),
         ("a", {"stop_token_ids": [262]}, "token id 262 is not in the vocabulary"),
         ("a", {"num_speculative_tokens": 7}, "num_speculative_tokens=7 is more than"),
-        ({"text": "a"}, {}, "says nothing"),
+        ({"text": "a"}, {}, "neither text nor token ids"),
     ],
 )
 def test_a_request_that_can_never_be_served_is_refused_before_any_work(
