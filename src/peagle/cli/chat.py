@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from peagle.outputs import RequestOutput
 
 COMMANDS = {"/help": "this list", "/reset": "start a new conversation", "/exit": "end the chat"}
-KEYS = "Ctrl-C stops an answer and, where none is running, the chat; Ctrl-D ends the chat"
-HELP = ", ".join(f"{name}: {what}" for name, what in COMMANDS.items()) + f"; {KEYS}"
+GREETING = "/help lists the commands; Ctrl-D ends the chat"
+KEYS = {"Ctrl-C": "stop the answer; at an empty line: end the chat", "Ctrl-D": "end the chat"}
+HELP = "\n".join(f"{name:7} {what}" for name, what in (COMMANDS | KEYS).items())
 
 
 @expand_flags
@@ -45,7 +46,7 @@ def chat(
         raise ConfigError(
             f"{model} has no chat template", hint="use peagle generate MODEL PROMPT --raw"
         )
-    render.note(HELP)
+    render.note(GREETING)
     failed = _converse(llm, params, system)
     if failed and not sys.stdin.isatty():
         raise typer.Exit(2)
