@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from typing import TextIO
 
 from peagle.errors import ConfigError
 
@@ -25,10 +26,21 @@ def setup_logging(verbosity: int = 0) -> None:
     logger.setLevel(_level(verbosity))
     for old in list(logger.handlers):
         logger.removeHandler(old)
-    handler = logging.StreamHandler(sys.stderr)
+    handler = StderrHandler()
     handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
     logger.addHandler(handler)
     logger.propagate = False
+
+
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what stderr is at that moment: while a bar is shown, to a place above it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)  # StreamHandler's own would keep today's stderr
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
 
 
 def is_quiet() -> bool:
