@@ -44,6 +44,8 @@ BLOCKS = ("engine/test_blocks.py",)
 CPU_KERNELS = ("kernels/cpu/test_ops.py",)
 REFERENCE = ("kernels/reference/test_linear.py",)
 TREES = ("engine/test_trees.py",)
+GRAMMAR = ("engine/test_structured_outputs.py",)
+PREFIXES = "engine/test_prefix_caching.py", "engine/test_blocks.py"
 GROWN_TREES = ("speculation/test_trees.py",)
 SCHEDULER = (
     "engine/test_scheduler.py",
@@ -53,6 +55,64 @@ SCHEDULER = (
 )
 
 MUTANTS = (
+    # Structured outputs.
+    Mutant("engine/grammar.py", "        self._go_to(())\n", "", GRAMMAR),
+    Mutant("engine/grammar.py", "parent in paths and ", "", GRAMMAR),
+    Mutant("engine/grammar.py", "bits[row] = 0", "pass", GRAMMAR),
+    Mutant("engine/grammar.py", "matcher.deep_copy()", "matcher", GRAMMAR),
+    Mutant(
+        "engine/grammar.py",
+        "if self._eos_token_ids.intersection(rest):",
+        "if False:",
+        GRAMMAR,
+    ),
+    Mutant("engine/runner.py", "trees.pruned(drafts, rows, kept)", "(drafts, rows)", GRAMMAR),
+    Mutant("engine/runner.py", "caps[n] = min(caps[n], len(kept))", "pass", GRAMMAR),
+    Mutant("engine/engine.py", 'if self._verification == "coupled":', "if True:", GRAMMAR),
+    Mutant("engine/adjust.py", "if request.grammar is not None:  #", "if False:  #", GRAMMAR),
+    # Prefix caching.
+    Mutant(
+        "engine/prefix_cache.py",
+        "(block + 1) * block_size + 1]",
+        "(block + 1) * block_size]",
+        PREFIXES,
+    ),
+    Mutant(
+        "engine/prefix_cache.py",
+        "(len(token_ids) - 1) // block_size",
+        "len(token_ids) // block_size",
+        PREFIXES,
+    ),
+    Mutant("engine/prefix_cache.py", "bytes([is_drafted])", "b''", PREFIXES),
+    Mutant("engine/prefix_cache.py", "popitem(last=False)", "popitem()", PREFIXES),
+    Mutant("engine/blocks.py", "            self._prefixes.take(block)\n", "", PREFIXES),
+    Mutant("engine/blocks.py", "reversed(table.blocks)", "table.blocks", PREFIXES),
+    Mutant("engine/blocks.py", "range(table.num_known, len(keys))", "range(len(keys))", PREFIXES),
+    Mutant("engine/scheduler.py", "slot.num_launched >= reach", "False", PREFIXES),
+    Mutant(
+        "engine/scheduler.py",
+        "return min(request.num_tokens - 1, drafted)",
+        "return request.num_tokens - 1",
+        PREFIXES,
+    ),
+    Mutant("engine/scheduler.py", "slot.num_launched < slot.num_known - 1 or", "", PREFIXES),
+    Mutant(
+        "engine/scheduler.py",
+        "num_drafted_rows(num_tokens + 1,",
+        "num_drafted_rows(request.num_tokens,",
+        PREFIXES,
+    ),
+    Mutant(
+        "engine/scheduler.py", "or self._is_computed_by_another(request, num_cached)", "", PREFIXES
+    ),
+    Mutant("engine/engine.py", "slot.is_cacheable = False  #", "pass  #", PREFIXES),
+    Mutant("speculation/draft_limit.py", "limit - depth - 3", "limit - depth - 2", PREFIXES),
+    Mutant(
+        "speculation/draft_limit.py",
+        "max_draft_tokens - depth - 1",
+        "max_draft_tokens - depth",
+        PREFIXES,
+    ),
     # Verification and sampling.
     Mutant("speculation/verify.py", "& (q > 0), num_drafts)", ", num_drafts)", VERIFY),
     Mutant(

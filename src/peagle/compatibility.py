@@ -86,7 +86,6 @@ LLM_ARGUMENTS: dict[str, Unused] = {
     "profiler_config": _only(None, because="torch.profiler may be put around it"),
     "convert": _only(None, "auto", "none", because=_GENERATES),
     "enable_lora": _only(None, False, because=_NO_ADAPTERS),
-    "enable_prefix_caching": _only(None, False, because="it has no prefix cache"),
     "generation_config": _only(
         None, "vllm", because="the model's generation_config.json is not read: give SamplingParams"
     ),

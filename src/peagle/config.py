@@ -109,6 +109,7 @@ class EngineConfig:
     max_num_seqs: Annotated[int, Doc("Maximum number of requests at once.")] = 64
     max_num_batched_tokens: Annotated[int, Doc("Maximum number of tokens per step.")] = 2048
     block_size: Annotated[int, Doc("Tokens per block of the KV cache.")] = 16
+    enable_prefix_caching: Annotated[bool, Doc("Reuse the KV cache of shared prefixes.")] = True
     quantization: Annotated[
         Quantization | None, Doc("Of the target's linear layers: fp8; vLLM has more.")
     ] = None

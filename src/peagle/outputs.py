@@ -78,3 +78,4 @@ class RequestOutput:
     finished: bool
     stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    num_cached_tokens: int = 0  # those of the prompt that the prefix cache had

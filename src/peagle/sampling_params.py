@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
@@ -14,6 +15,51 @@ from peagle.errors import RequestError
 # Below this a softmax in float32 is an argmax with overflow risk; vLLM draws the line here too.
 GREEDY_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 1024
+MAX_GRAMMAR_CHARACTERS = 1 << 16
+MAX_CHOICES = 4096
+
+# The fields of StructuredOutputsParams of which one says what an answer looks like.
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """What an answer must look like: exactly one of json, regex, choice, grammar, json_object."""
+
+    json: str | Mapping[str, Any] | None = None  # a JSON schema, or its text
+    regex: str | None = None  # of the whole answer
+    choice: Sequence[str] | None = None
+    grammar: str | None = None  # Lark or GBNF
+    json_object: bool | None = None  # any JSON object
+    disable_any_whitespace: bool = False  # JSON without whitespace between its tokens
+    whitespace_pattern: str | None = None  # a regex: the whitespace that JSON may have
+
+    def __post_init__(self) -> None:
+        if len(self._given) != 1:
+            said = " and ".join(self._given) or "none"
+            raise RequestError(
+                f"structured_outputs takes one of {', '.join(CONSTRAINTS)}, but has {said}",
+                hint="give exactly one",
+            )
+        _check_grammar(self)
+
+    @property
+    def kind(self) -> str:
+        """Which of CONSTRAINTS it has."""
+        return self._given[0]
+
+    @property
+    def text(self) -> str:
+        """The constraint as text, a JSON schema with its keys in their order."""
+        if self.kind == "json_object":
+            return '{"type": "object"}'
+        value = getattr(self, self.kind)
+        return value if isinstance(value, str) else json.dumps(value)
+
+    @property
+    def _given(self) -> list[str]:
+        return [name for name in CONSTRAINTS if getattr(self, name) not in (None, False, "")]
+
 
 _Params = TypeVar("_Params")
 
@@ -69,6 +115,10 @@ class SamplingParams:
     logprobs: Annotated[int | None, Doc("Log-probabilities of the N likeliest tokens.")] = None
     skip_special_tokens: bool = True
     num_speculative_tokens: int | None = None
+    structured_outputs: Annotated[
+        StructuredOutputsParams | None,
+        Doc('What answers look like: {"json": SCHEMA}, {"regex": ...}, {"choice": [...]} ...'),
+    ] = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -116,6 +166,11 @@ def _check_numbers(p: SamplingParams) -> None:
             p.num_speculative_tokens,
             "0 (off for this request) or more",
         )
+    if p.structured_outputs is not None and p.ignore_eos:
+        raise RequestError(
+            "structured_outputs and ignore_eos contradict each other",
+            hint="a grammar says where the answer ends: drop ignore_eos",
+        )
     if p.greedy and p.n > 1:
         raise RequestError(
             f"n={p.n} with temperature=0 would return the same answer {p.n} times",
@@ -135,6 +190,42 @@ def _check_lists(p: SamplingParams) -> None:
             raise RequestError(
                 f"logit_bias of token {token_id} is {bias}", hint="use a value in [-100, 100]"
             )
+
+
+def _check_grammar(p: StructuredOutputsParams) -> None:
+    if p.kind == "json":
+        _check_schema(p.json)
+    elif p.kind == "choice":
+        _check_choice(p.choice or ())
+    elif p.kind != "json_object" and not isinstance(getattr(p, p.kind), str):
+        raise RequestError(f"{p.kind} is not a text")
+    if len(p.text) > MAX_GRAMMAR_CHARACTERS:
+        raise RequestError(
+            f"{p.kind} has {len(p.text)} characters", hint=f"use at most {MAX_GRAMMAR_CHARACTERS}"
+        )
+    is_json = p.kind in ("json", "json_object")
+    if p.whitespace_pattern is not None and (p.disable_any_whitespace or not is_json):
+        raise RequestError(
+            "whitespace_pattern has no effect here",
+            hint="use it with json or json_object, and without disable_any_whitespace",
+        )
+
+
+def _check_schema(schema: object) -> None:
+    try:
+        value = json.loads(schema) if isinstance(schema, str) else schema
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"json is not valid JSON: {error}", hint="give a JSON schema") from None
+    if not isinstance(value, Mapping):
+        raise RequestError("json is not a JSON schema", hint='use {"type": "object", ...}')
+
+
+def _check_choice(choice: Sequence[str]) -> None:
+    if isinstance(choice, str) or not all(isinstance(text, str) and text for text in choice):
+        raise RequestError("choice is not a list of texts", hint='use ["yes", "no"]')
+    if not 0 < len(choice) <= MAX_CHOICES:
+        raise RequestError(f"choice has {len(choice)} texts", hint=f"use 1 to {MAX_CHOICES}")
 
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:

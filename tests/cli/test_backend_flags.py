@@ -61,7 +61,9 @@ def test_vllm_gets_its_flags_and_those_of_both(shell: Shell, vllm: list[VllmOpti
             max_num_seqs=4,
         )
     ]
-    given = EngineConfig(max_num_seqs=4, block_size=32, gpu_memory_utilization=0.8)
+    given = EngineConfig(
+        max_num_seqs=4, block_size=32, gpu_memory_utilization=0.8, enable_prefix_caching=False
+    )
     assert shell.llm.config == given
     assert shell.llm.closed
 
@@ -72,7 +74,7 @@ def test_what_is_not_given_is_left_to_vllm(shell: Shell, vllm: list[VllmOptions]
 
 
 @pytest.mark.parametrize(
-    "flags", ["--tensor-parallel-size 2", "--kv-cache-dtype fp8", "--enable-prefix-caching"]
+    "flags", ["--tensor-parallel-size 2", "--kv-cache-dtype fp8", "--pipeline-parallel-size 2"]
 )
 @pytest.mark.parametrize("verb", ["generate m Hi", "prepare --model m --prompts p --out o"])
 def test_the_embedded_engine_refuses_vllms_flags_by_name(

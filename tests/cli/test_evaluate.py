@@ -63,6 +63,19 @@ def test_data_gives_a_table(command: Shell, head: str, data: str) -> None:
 
 
 @pytest.mark.slow
+def test_trees_stand_beside_chains(command: Shell, head: str, data: str) -> None:
+    arguments = ("evaluate", head, "--data", data, "--spec-tokens", "2", "--spec-nodes")
+    assert command(*arguments, "9", *CPU, "--json") == 0
+    lengths = command.json["trees"]["all"]["acceptance_length"]
+    assert len(lengths) == 9
+    assert lengths == sorted(lengths)
+    assert command(*arguments, "9", *CPU) == 0
+    assert "trees of depth 2" in command.out
+    assert "N=9" in command.out
+    assert command(*arguments, "64", *CPU) == 2
+    assert "cannot have 64 nodes" in command.err
+
+
 def test_sampled_text_is_verified_both_ways(command: Shell, head: str, prompts: str) -> None:
     sampled = ("--temperature", "0.9", "--top-p", "0.9", "--limit", "3", "--json")
     assert command("evaluate", head, "--prompts", prompts, *sampled, *CPU) == 0

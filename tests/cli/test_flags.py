@@ -15,7 +15,7 @@ from peagle.cli.flags.vllm import VllmFlags
 from peagle.cli.render import as_flags, naming_flags
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.errors import RequestError
-from peagle.sampling_params import SamplingParams
+from peagle.sampling_params import SamplingParams, StructuredOutputsParams
 
 from .fakes import FakeLLM, Shell
 
@@ -126,7 +126,21 @@ def test_drafter_flags_reach_the_engine(
     assert shell.llm.speculative_config == expected
 
 
+def test_structured_outputs_reach_the_engine(shell: Shell) -> None:
+    constraint = '{"json": {"type": "array"}, "disable_any_whitespace": true}'
+    assert shell("generate", "m", "Hi", "--structured-outputs", constraint) == 0
+    assert shell.llm.params[0].structured_outputs == StructuredOutputsParams(
+        json={"type": "array"}, disable_any_whitespace=True
+    )
+
+
 BAD = {
+    "--structured-outputs {oops": "--structured-outputs is not valid JSON",
+    "--structured-outputs {}": "structured_outputs takes one of json, regex, choice",
+    '--structured-outputs {"regex":"a","choice":["b"]}': "but has regex and choice",
+    '--structured-outputs {"regx":"a"}': "unknown key 'regx'",
+    '--structured-outputs {"json":"{"}': "json is not valid JSON",
+    '--structured-outputs {"choice":["a",""]}': "choice is not a list of texts",
     "--logit-bias {oops": "--logit-bias is not valid JSON",
     "--logit-bias [1]": "--logit-bias is not a JSON object",
     '--logit-bias {"a":1}': "--logit-bias maps token ids to numbers",

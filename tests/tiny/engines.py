@@ -20,7 +20,7 @@ from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 
 from .drafters import ScriptedHead
-from .jobs import Job
+from .jobs import Job, grammar_of
 
 # Exact: rows and collection as on a CPU. Static: padded shapes, collected one step late, as on a
 # GPU.
@@ -109,10 +109,15 @@ def run(engine: Engine, jobs: Sequence[Job], max_steps: int = 2000) -> list[Requ
         for n, job in enumerate(jobs):
             if job.joins <= step and n not in requests:
                 requests[n] = engine.add_request(
-                    str(n), job.prompt, job.params, bad_word_ids=job.bad_word_ids
+                    str(n),
+                    job.prompt,
+                    job.params,
+                    bad_word_ids=job.bad_word_ids,
+                    grammar=grammar_of(job.params),
                 )
         engine.step()
         engine.allocator.check([r.table for r in requests.values() if r.table is not None])
+        engine.allocator.check_prefixes()
         step += 1
     assert is_idle(engine)
     return [requests[n] for n in range(len(jobs))]

@@ -15,11 +15,11 @@ from torch import Tensor
 from peagle.engine.request import Request
 from peagle.models.attention import causal_attention
 from peagle.models.target import TargetModel
-from peagle.sampling_params import SamplingParams
+from peagle.sampling_params import SamplingParams, StructuredOutputsParams
 from peagle.speculation.noise import gumbel_noise
 from peagle.speculation.sampling import SamplingRows, filter_logits, sample
 
-from .jobs import Job
+from .jobs import Job, grammars
 from .models import CONTEXT
 
 
@@ -76,6 +76,8 @@ def _adjusted(
 ) -> Tensor:
     p = job.params
     values = logits.tolist()
+    if p.structured_outputs is not None:
+        values = _masked(values, p.structured_outputs, output)
     for *prefix, last in job.bad_word_ids:
         if not prefix or output[-len(prefix) :] == prefix:
             values[last] = -float("inf")
@@ -89,6 +91,15 @@ def _adjusted(
     for token in set(output):
         values[token] -= p.presence_penalty + p.frequency_penalty * output.count(token)
     return torch.tensor(values, dtype=logits.dtype)
+
+
+def _masked(values: list[float], wanted: StructuredOutputsParams, output: list[int]) -> list[float]:
+    """A matcher that has seen nothing but the answer says what may follow it."""
+    matcher = grammars().compile(wanted)._matcher
+    assert matcher.consume_tokens(output)
+    permitted = matcher.compute_logit_bias()
+    pairs = zip(values, permitted, strict=True)
+    return [value if allowed else -float("inf") for value, allowed in pairs]
 
 
 def sampled_token(logits: Tensor, p: SamplingParams, position: int) -> int:

@@ -63,6 +63,13 @@ def iter_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, weights.get_tensor(name)
 
 
+def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and all tensors of one safetensors file."""
+    with _open_weights(path) as weights:
+        names = list(weights.keys())
+        return weights.metadata() or {}, {name: weights.get_tensor(name) for name in names}
+
+
 def _shards(folder: Path) -> dict[Path, list[str] | None]:
     weight_map = read_json(folder / WEIGHTS_INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -43,6 +43,10 @@ def evaluate(
     spec_tokens: Annotated[
         int | None, typer.Option(help="The largest K; default: what the head was trained for.")
     ] = None,
+    spec_nodes: Annotated[
+        int | None,
+        typer.Option(help="Also evaluate trees of 1 to N drafts, at most K levels deep."),
+    ] = None,
     max_tokens: Annotated[
         int, typer.Option(help="Maximum length of an answer, in tokens.")
     ] = MAX_TOKENS,
@@ -55,12 +59,19 @@ def evaluate(
         )
     from peagle.data.dataset import Dataset
     from peagle.data.prompts import read_prompts
-    from peagle.evaluate.offline import evaluate_pair, load_pair, own_answers
+    from peagle.evaluate.offline import (
+        evaluate_pair,
+        evaluate_pair_trees,
+        load_pair,
+        own_answers,
+    )
 
     found = read_prompts(prompts, split=split, limit=limit) if prompts else None
     dataset = Dataset(data) if data else None
     pair = load_pair(head, model, engine.config())
     k = pair.check_depth(spec_tokens)
+    if spec_nodes is not None:
+        pair.check_nodes(spec_nodes, k)
     with tempfile.TemporaryDirectory(prefix="peagle-evaluate-") as folder:
         if found is not None:
             render.note(f"answering {len(found.good)} prompts first")
@@ -72,6 +83,14 @@ def evaluate(
         params = _sampling_params(answers, dataset)
         rows = _rows(dataset, held_out_share, limit if data else None)
         results = evaluate_pair(pair, dataset, rows, k, params)
+        trees = None
+        if spec_nodes is not None:
+            if not params.greedy:
+                raise ConfigError(
+                    "trees are evaluated on greedy answers",
+                    hint="drop --spec-nodes or --temperature",
+                )
+            trees = evaluate_pair_trees(pair, dataset, rows, k, spec_nodes)
     document = {
         "head": head,
         "method": pair.network.config.method,
@@ -81,7 +100,13 @@ def evaluate(
         "rows": len(rows),
         "acceptance": {way: result.as_dict() for way, result in results.items()},
     }
-    _print_tables(results, sys.stderr if as_json else sys.stdout)
+    if pair.network.correction is not None and not params.greedy:
+        render.note("sampled drafts are evaluated without the head's correction")
+    out = sys.stderr if as_json else sys.stdout
+    _print_tables(results, out)
+    if trees is not None:
+        document["trees"] = trees.as_dict()
+        _print_trees(trees, k, out)
     if as_json:
         from peagle.provenance import provenance
 
@@ -109,6 +134,22 @@ def _rows(dataset: Dataset, held_out_share: float | None, limit: int | None) -> 
     if not rows:
         raise DataError(f"no row of {dataset.folder} is held out", hint="raise --held-out-share")
     return rows[:limit]
+
+
+def _print_trees(result: Evaluation, depth: int, file: Any) -> None:
+    sizes = [n for n in (1, 3, 7, 15, 31, 63) if n < result.max_tokens] + [result.max_tokens]
+    lengths = [
+        [
+            f"{name} ({result.num_documents[name]})",
+            *(f"{result.acceptance_length(n, name):.2f}" for n in sizes),
+        ]
+        for name in result.groups
+        if result.num_documents[name]
+    ]
+    titles = ("rows", *(f"N={n}" for n in sizes))
+    render.print_table(
+        f"mean acceptance length, trees of depth {depth}", titles, lengths, file=file
+    )
 
 
 def _print_tables(results: dict[str, Evaluation], file: Any) -> None:

@@ -10,9 +10,11 @@ step           one step as a function of tensors: verify, commit, draft for the 
 row_layouts    how its rows are laid out: exactly, or padded for graphs
 sampler        how it samples and verifies tokens: coupled or by rejection
 host_sampling  what the host does with logits: adjusts them, and reads logprobs off them
-adjust         changes of logits that depend on the output: penalties, bad words, bias
+adjust         changes of logits that depend on the output: grammars, penalties, bad words, bias
+grammar        structured outputs: which tokens a grammar permits behind each row's drafts
 build          the models, caches and state that all steps share
 blocks         which cache blocks a sequence holds
+prefix_cache   blocks that requests with the same beginning share
 block_pools    where free blocks come from: ranges on a CPU, a stack on a GPU
 free_ranges    a set of block numbers, kept as ranges
 kv_cache       paged keys and values, and attention over them

@@ -1,5 +1,5 @@
-"""Logit changes that depend on what a request has generated: bad words, minimum length,
-bias, penalties.
+"""Logit changes that depend on what a request has generated: its grammar, bad words, minimum
+length, bias, penalties.
 
 A row of a request is computed as if the drafts before it had been accepted, because only then is
 the row used. Applied in vLLM's order, before temperature and the filters.
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from peagle.engine.grammar import Grammar, apply_mask
 from peagle.engine.request import Request
 from peagle.speculation.sampling import apply_penalties
 
@@ -19,18 +20,23 @@ from peagle.speculation.sampling import apply_penalties
 def needs_adjustment(request: Request) -> bool:
     p = request.params
     below_minimum = request.num_outputs < p.min_tokens
-    return bool(request.bad_word_ids or below_minimum or p.logit_bias) or _has_penalties(request)
+    changes = request.bad_word_ids or below_minimum or p.logit_bias or request.grammar is not None
+    return bool(changes) or _has_penalties(request)
 
 
 def adjust_logits(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> Tensor:
     """logits [R, V] of one request, with the drafts before each of the R rows -> the same,
     adjusted; the input is kept."""
-    logits = logits.clone()
+    logits = logits.clone() if request.grammar is None else _mask(logits, request.grammar, paths)
     _ban_words(logits, request, paths)
     _ban_early_stop(logits, request, paths)
     for token_id, bias in request.params.logit_bias.items():
         logits[:, token_id] += bias
     return _penalise(logits, request, paths) if _has_penalties(request) else logits
+
+
+def _mask(logits: Tensor, grammar: Grammar, paths: Sequence[Sequence[int]]) -> Tensor:
+    return apply_mask(logits, grammar.masks(paths))
 
 
 def _ban_words(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> None:
@@ -58,8 +64,13 @@ def _ban_early_stop(logits: Tensor, request: Request, paths: Sequence[Sequence[i
     missing = request.params.min_tokens - request.num_outputs
     rows = [row for row, path in enumerate(paths) if len(path) < missing]
     if rows and request.stop_token_ids:
-        index = torch.tensor(rows, device=logits.device)[:, None]
-        logits[index, sorted(request.stop_token_ids)] = -torch.inf
+        index = torch.tensor(rows, device=logits.device)
+        ends = torch.tensor(sorted(request.stop_token_ids), device=logits.device)
+        banned = logits[index].index_fill(1, ends, -torch.inf)
+        if request.grammar is not None:  # where it is complete, nothing but the end is left
+            is_complete = (banned == -torch.inf).all(1, keepdim=True)
+            banned = torch.where(is_complete, logits[index], banned)
+        logits[index] = banned
 
 
 def _has_penalties(request: Request) -> bool:

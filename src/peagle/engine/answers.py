@@ -9,6 +9,7 @@ from typing import Any
 
 from peagle.engine.detokenizer import Detokenizer, StopMatch, Tokenizer
 from peagle.engine.engine import Engine, NewTokens
+from peagle.engine.grammar import GrammarCompiler
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.outputs import (
     CompletionOutput,
@@ -104,6 +105,7 @@ class PromptAnswers:
             finished=self.finished,
             stats=stats,
             metrics=self.metrics,
+            num_cached_tokens=self.answers[0].request.num_cached_tokens,
         )
 
     def _completion(self, index: int, answer: Answer) -> CompletionOutput:
@@ -137,6 +139,7 @@ def open_answers(
     engine: Engine,
     tokenizer: Any,
     decoder: Tokenizer,
+    grammars: GrammarCompiler,
     request_id: str,
     prompt: str | None,
     prompt_token_ids: list[int],
@@ -145,10 +148,15 @@ def open_answers(
     """Queues a prompt's n requests. Answer i of a seeded prompt has a seed of its own."""
     bad_words = bad_word_ids(tokenizer, params.bad_words)
     answers = []
+    wanted = params.structured_outputs
     for index in range(params.n):
-        seed = None if params.seed is None else derive_seed(params.seed, index)
         request = engine.add_request(
-            f"{request_id}-{index}", prompt_token_ids, params, bad_word_ids=bad_words, seed=seed
+            f"{request_id}-{index}",
+            prompt_token_ids,
+            params,
+            bad_word_ids=bad_words,
+            grammar=None if wanted is None else grammars.compile(wanted),
+            seed=None if params.seed is None else derive_seed(params.seed, index),
         )
         answers.append(Answer(request, _detokenizer(decoder, params)))
     return PromptAnswers(request_id, prompt, prompt_token_ids, params, answers, tokenizer)

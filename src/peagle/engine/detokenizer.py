@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from peagle.checkpoints.rust_tokenizer import RustTokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustBackend
 
 REPLACEMENT = "\ufffd"  # what a decoder shows for an unfinished UTF-8 character
 
@@ -29,6 +32,17 @@ def decoder_of(tokenizer: Any) -> Tokenizer:
     )
     decoder: Tokenizer = tokenizer.backend_tokenizer if leaves_text_alone else tokenizer
     return decoder
+
+
+def rust_tokenizer(tokenizer: Any) -> RustBackend | None:
+    """The Rust library's tokenizer behind another; None where there is none."""
+    if isinstance(tokenizer, RustTokenizer):
+        return tokenizer.backend_tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
+    backend: RustBackend | None = tokenizer.backend_tokenizer if is_fast else None
+    return backend
 
 
 class StopMatch(NamedTuple):

@@ -17,9 +17,11 @@ from peagle.config import MAX_DRAFT_NODES, EngineConfig, Verification
 from peagle.engine.adjust import needs_adjustment
 from peagle.engine.build import draft_probs_shape, host_drafter, make_runner
 from peagle.engine.clock import Clock
+from peagle.engine.grammar import Grammar
 from peagle.engine.host_batch import Column
 from peagle.engine.host_sampling import HostSampling
 from peagle.engine.memory import make_allocator
+from peagle.engine.prefix_cache import PrefixCacheStats
 from peagle.engine.prompts import check_tokens
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.engine.runner import Report
@@ -140,6 +142,8 @@ class Engine:
             self.runner.models.state.drafts.shape[1],
             self.eos_token_ids,
             self.clock,
+            prefix_caching=config.enable_prefix_caching,
+            max_draft_tokens=self.runner.max_draft_tokens,
         )
         # A drafter on the host needs the last tokens before it can draft the next.
         overlaps = on_gpu if async_scheduling is None else async_scheduling
@@ -171,20 +175,24 @@ class Engine:
     def _launch(self, schedule: Schedule) -> None:
         """Requests whose logits the host changes or reads take an eager step of their own, ahead of
         the others'."""
+        chunks = schedule.chunks
         needs_host = self.scheduler.batch.needs_host[schedule.slots] > 0
         if needs_host.any():
             slots, caps = schedule.slots[needs_host], schedule.caps[needs_host]
             own = set(slots.tolist())  # a prompt that goes on needs nothing of the host
-            chunks = [c for c in schedule.chunks if c.slot.index in own]
+            hosts = [c for c in chunks if c.slot.index in own]
             requests = [self.scheduler.running[n].request for n in slots.tolist()]
-            self._in_flight.append(self._run(slots, caps, chunks, HostSampling(requests)))
+            if self._verification == "coupled":
+                caps = self.runner.cut_drafts(slots.tolist(), requests, caps)
+            self._in_flight.append(self._run(slots, caps, hosts, HostSampling(requests)))
             schedule = schedule._replace(
                 slots=schedule.slots[~needs_host],
                 caps=schedule.caps[~needs_host],
-                chunks=[c for c in schedule.chunks if c not in chunks],
+                chunks=[c for c in chunks if c not in hosts],
             )
         if schedule:
             self._in_flight.append(self._run(schedule.slots, schedule.caps, schedule.chunks))
+        self.scheduler.launched(chunks)
 
     def _run(
         self,
@@ -273,6 +281,7 @@ class Engine:
         slot, (num_new, num_drafts, failed) = step.slots[n], row[:HEADER]
         request = slot.request
         if not num_new:
+            slot.is_cacheable = False  # if it goes on, then without drafts
             return [self._fail(request)] if failed else []
         token_ids = row[HEADER : HEADER + num_new]
         logprobs = [] if step.host is None else step.host.logprobs(n, token_ids)
@@ -306,7 +315,7 @@ class Engine:
         """Appends tokens up to the first that ends the request; what follows it is dropped."""
         kept = 0
         for token in token_ids:
-            request.token_ids.append(token)
+            request.append(token)
             kept += 1
             if self._ends(request, token):
                 self.scheduler.finish(request)
@@ -325,9 +334,9 @@ class Engine:
         return request.finish_reason is not None
 
     def _fail(self, request: Request) -> NewTokens:
-        request.error = (
-            f"no token can be chosen at output {request.num_outputs}: "
-            "the logits are NaN or infinite, or every token is banned"
+        problem = None if request.grammar is None else request.grammar.error
+        request.error = f"no token can be chosen at output {request.num_outputs}: " + (
+            problem or "the logits are NaN or infinite, or every token is banned"
         )
         request.finish("error")
         self.scheduler.finish(request)
@@ -340,9 +349,12 @@ class Engine:
         params: SamplingParams,
         *,
         bad_word_ids: Sequence[Sequence[int]] = (),
+        grammar: Grammar | None = None,
         seed: int | None = None,
     ) -> Request:
-        """Queues a request; raises RequestError if it can never be served."""
+        """Queues a request; raises RequestError if it can never be served. `grammar`: of its
+        structured outputs, at its beginning and nobody else's."""
+        assert (grammar is None) == (params.structured_outputs is None)
         self.check_request(prompt_token_ids, params)
         room = self.max_model_len - len(prompt_token_ids)
         seed = params.seed if seed is None else seed
@@ -358,6 +370,7 @@ class Engine:
             num_draft_nodes=self._num_draft_nodes(depth),
             stop_token_ids=frozenset(ends),
             bad_word_ids=tuple(tuple(word) for word in bad_word_ids),
+            grammar=grammar,
         )
         self.scheduler.add(request)
         return request
@@ -389,6 +402,11 @@ class Engine:
             )
             drafts = drafts._replace(depth=depth, num_nodes=num_nodes)
         self.runner.warm_up(drafts, self.scheduler.max_num_batched_tokens)
+
+    @property
+    def prefix_cache_stats(self) -> PrefixCacheStats:
+        """Totals since start."""
+        return self.scheduler.prefix_cache_stats
 
     @property
     def num_graphs(self) -> int:

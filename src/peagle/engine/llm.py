@@ -16,6 +16,7 @@ from peagle.config import EngineConfig, SpeculativeConfig, from_mapping
 from peagle.engine.answers import PromptAnswers, open_answers
 from peagle.engine.detokenizer import decoder_of
 from peagle.engine.engine import Engine
+from peagle.engine.grammar import GrammarCompiler
 from peagle.engine.loading import choose_device, load_engine_target, load_speculation
 from peagle.engine.offline import OfflineInference
 from peagle.engine.prompts import Message, PromptReader, TokenizedPrompt
@@ -68,6 +69,9 @@ class LLM(OfflineInference[PromptAnswers]):
             speculation=load_speculation(speculative, target),
         )
         self._log_start(config, time.monotonic() - began)
+        self._grammars = GrammarCompiler(
+            self._tokenizer, target.config.vocab_size, self.engine.eos_token_ids
+        )
         self._counter = itertools.count()
         self._active: dict[Request, PromptAnswers] = {}
         self._num_prompt_tokens = 0
@@ -163,7 +167,13 @@ class LLM(OfflineInference[PromptAnswers]):
         request_id = str(next(self._counter))
         self._num_prompt_tokens += len(prompt.token_ids)
         answers = open_answers(
-            self.engine, self._tokenizer, self._decoder, request_id, *prompt, params
+            self.engine,
+            self._tokenizer,
+            self._decoder,
+            self._grammars,
+            request_id,
+            *prompt,
+            params,
         )
         for answer in answers.answers:
             self._active[answer.request] = answers
@@ -189,6 +199,8 @@ class LLM(OfflineInference[PromptAnswers]):
 
     def _check(self, prompt: TokenizedPrompt, params: SamplingParams) -> None:
         self.engine.check_request(prompt.token_ids, params)
+        if params.structured_outputs is not None:
+            self._grammars.compile(params.structured_outputs)
 
     def _log_start(self, config: EngineConfig, seconds: float) -> None:
         weight, allocator = self.engine.target.embed_tokens.weight, self.engine.allocator

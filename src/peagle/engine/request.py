@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from peagle.engine.blocks import BlockTable
+from peagle.engine.grammar import Grammar
+from peagle.engine.prefix_cache import Key
 from peagle.outputs import FinishReason
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.statistics import SpecDecodeStats
@@ -38,12 +40,15 @@ class Request:
     stop_token_ids: frozenset[int]
     num_draft_nodes: int | None = None  # of its tree; None: its drafts are a chain
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None  # of structured outputs: where the answer stands in it
     token_ids: list[int] = field(init=False)  # prompt and output
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     error: str | None = None
     table: BlockTable | None = None
+    block_keys: list[Key] = field(default_factory=list)  # of the blocks that its tokens fill
+    num_cached_tokens: int = 0  # those of the prompt that the prefix cache had
     num_preemptions: int = 0
     # Steps that the engine counts by itself: `observe`'s arguments of those not in `stats` yet.
     take_outcomes: Callable[[], list[tuple[int, int, int, int]]] | None = None
@@ -83,6 +88,11 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[len(self.prompt_token_ids) :]
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        if self.grammar is not None:
+            self.grammar.accept(token_id)
 
     def preempt(self) -> None:
         """Everything but the tokens is computed again."""

@@ -24,6 +24,7 @@ from peagle.engine.scheduler import Chunk, Slot
 from peagle.engine.step import Step, StepModels, StepShape, empty_inputs
 from peagle.models.drafter import SequenceDraft
 from peagle.progress import track
+from peagle.speculation import trees
 
 # Which few shapes there are graphs for. Rows of a prompt that attend together; items of them.
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -85,6 +86,11 @@ class Runner:
     @cached_property
     def _num_sms(self) -> int:
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """See StepModels; None where no drafter has a cache."""
+        return None if self.models.drafting is None else self.models.max_draft_tokens
 
     @property
     def num_graphs(self) -> int:
@@ -239,6 +245,43 @@ class Runner:
                     probs.zero_().scatter_(1, tokens[:, None], 1.0)
                 else:
                     probs.copy_(probabilities)
+
+    def cut_drafts(
+        self, slots: Sequence[int], requests: Sequence[Request], caps: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Drafts that a request's grammar forbids leave before they cost a row -> the new caps.
+
+        Not for rejection: there a forbidden draft has to be refused, for what follows is drawn
+        from what is left of the target's distribution.
+        """
+        state, caps = self.models.state, caps.copy()
+        constrained = [n for n, r in enumerate(requests) if r.grammar is not None and caps[n] > 0]
+        if not constrained:
+            return caps
+        places = [slots[n] for n in constrained]
+        counts = state.num_drafts[places].tolist()
+        tokens = state.drafts[places].tolist()
+        parents = [list(range(len(own))) for own in tokens]
+        if state.trees is not None:
+            parents = state.trees.parents[places].tolist()
+        for n, count, drafts, rows in zip(constrained, counts, tokens, parents, strict=True):
+            grammar = requests[n].grammar
+            assert grammar is not None
+            kept = grammar.permitted(drafts[:count], rows[:count])
+            if state.trees is not None and len(kept) < count:
+                self._set_tree(slots[n], *trees.pruned(drafts, rows, kept))
+            caps[n] = min(caps[n], len(kept))
+        return caps
+
+    def _set_tree(self, slot: int, token_ids: list[int], parents: list[int]) -> None:
+        state, count = self.models.state, len(token_ids)
+        assert state.trees is not None
+        tokens, rows = self._to_device(torch.tensor([[token_ids], [parents]], dtype=torch.int64))
+        state.drafts[slot, :count] = tokens[0]
+        state.num_drafts[slot] = count
+        state.trees.parents[slot, :count] = rows[0]
+        state.trees.depths[slot, : count + 1] = trees.depths(rows)[0]
+        state.trees.ancestors[slot, : count + 1] = trees.ancestors(rows)[0]
 
     def _to_device(self, host: Tensor) -> Tensor:
         """Without waiting, where the device is another."""

@@ -12,6 +12,7 @@ rest of the prompt, or in the next one. So prompt rows never sample.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -22,8 +23,10 @@ from peagle.engine.adjust import needs_adjustment
 from peagle.engine.blocks import BlockAllocator
 from peagle.engine.clock import Clock, Shares
 from peagle.engine.host_batch import Column, HostBatch
+from peagle.engine.prefix_cache import Key, PrefixCacheStats, extend_keys
 from peagle.engine.request import Request, Status
 from peagle.engine.sampler import SAMPLINGS, sampling_of
+from peagle.speculation.draft_limit import num_drafted_rows
 
 # Blocks taken ahead while there are plenty, so that the host does it less often: most answers get
 # all of theirs when they are admitted, and the device is told once.
@@ -38,7 +41,9 @@ class Slot:
     index: int
     serial: int
     num_known: int  # tokens known when it was admitted: the prompt, or more after preemption
-    num_prefilled: int = 0  # of all but the last of these, how many were launched
+    num_prefilled: int = 0  # of all but the last of these, how many were scheduled or cached
+    num_launched: int = 0  # of these, how many rows the device has, or will have first
+    is_cacheable: bool = True  # False: the drafter leaves rows out from now on
     num_written_blocks: int = 0  # how much of its block table the device has
     closed: bool = False  # ended or preempted: reports still in flight are not for it
     began: Shares | None = None  # the clock when it was admitted
@@ -79,8 +84,13 @@ class Scheduler:
         max_drafts: int,
         eos_token_ids: frozenset[int],
         clock: Clock,
+        *,
+        prefix_caching: bool = False,
+        max_draft_tokens: int | None = None,  # of a drafter that has a cache
     ) -> None:
         self.allocator, self.clock = allocator, clock
+        self.prefix_caching, self.max_draft_tokens = prefix_caching, max_draft_tokens
+        self.prefix_cache_stats = PrefixCacheStats()
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.batch = HostBatch(max_num_seqs, max_drafts)
@@ -163,22 +173,28 @@ class Scheduler:
             request = self.waiting[0]
             limit = len(request.prompt_token_ids) + request.max_tokens
             most = limit + request.cache_slack
-            table = self.allocator.open_table(most)
-            expected = request.num_tokens + request.max_drafts + 1
-            if not self.allocator.grow(table, min(expected, most)):
+            table = self.allocator.open_table(most, self._keys(request))
+            num_cached, expected = table.capacity, request.num_tokens + request.max_drafts + 1
+            has_room = self.allocator.grow(table, min(expected, most))
+            if not has_room or self._is_computed_by_another(request, num_cached):
                 self.allocator.close_table(table)
                 break
             self.waiting.popleft()
             request.table, request.status = table, Status.RUNNING
-            admitted.append(self._open(request, limit))
-            budget -= request.num_tokens
+            admitted.append(self._open(request, limit, num_cached))
+            budget -= request.num_tokens - num_cached
         for slot in admitted:
             self._grow(slot, 0)
         return admitted
 
-    def _open(self, request: Request, limit: int) -> Slot:
+    def _open(self, request: Request, limit: int, num_cached: int) -> Slot:
         self._num_admitted += 1
         slot = Slot(request, self._free.pop(), self._num_admitted, request.num_tokens)
+        slot.num_prefilled = slot.num_launched = num_cached
+        if not request.num_preemptions:
+            request.num_cached_tokens = num_cached
+            self.prefix_cache_stats.queries += request.num_tokens if self.prefix_caching else 0
+            self.prefix_cache_stats.hits += num_cached
         slot.began = self.clock.shares
         batch, n = self.batch, slot.index
         assert request.table is not None
@@ -196,6 +212,61 @@ class Scheduler:
         self.running[n] = slot
         self._prompting.append(slot)
         return slot
+
+    def launched(self, chunks: Sequence[Chunk]) -> None:
+        """These rows are computed before whatever is scheduled from now on."""
+        for slot, first, num_rows in chunks:
+            slot.num_launched = first + num_rows
+            reach = self._drafter_reach(slot.request)
+            if reach is not None and slot.num_launched >= reach:
+                slot.is_cacheable = False
+            self._remember(slot, slot.num_launched)
+
+    def _remember(self, slot: Slot, num_rows: int) -> None:
+        """Blocks that these rows fill are known from now on. What was sampled and not collected
+        yet, or refused, is not among them."""
+        if self.prefix_caching and slot.is_cacheable:
+            assert slot.request.table is not None
+            keys = self._keys(slot.request)[: num_rows // self.allocator.block_size]
+            self.allocator.remember(slot.request.table, keys)
+
+    def _num_final_rows(self, slot: Slot) -> int:
+        """Rows of a slot that both caches have for good, as far as reports say. The device may
+        have gone on behind a token that ended the request."""
+        request, reach = slot.request, self._drafter_reach(slot.request)
+        if slot.num_launched < slot.num_known - 1 or request.finish_reason == "error":
+            return slot.num_launched
+        if reach is None:
+            return request.num_tokens - 1
+        num_tokens, limit = (
+            int(x[slot.index]) for x in (self.batch.num_computed, self.batch.limits)
+        )
+        drafted = num_drafted_rows(num_tokens + 1, request.num_speculative_tokens, limit, reach)
+        return min(request.num_tokens - 1, drafted)
+
+    def _keys(self, request: Request) -> list[Key]:
+        if self.prefix_caching:
+            extend_keys(
+                request.block_keys,
+                request.token_ids,
+                self.allocator.block_size,
+                is_drafted=self._drafter_reach(request) is not None,
+            )
+        return request.block_keys
+
+    def _drafter_reach(self, request: Request) -> int | None:
+        """`max_draft_tokens`; None where its blocks do not hold the drafter's rows."""
+        return self.max_draft_tokens if request.num_speculative_tokens else None
+
+    def _is_computed_by_another(self, request: Request, num_cached: int) -> bool:
+        """Whether what the request lacks first is in a prompt that is not launched yet: then it
+        waits for it."""
+        block = num_cached // self.allocator.block_size
+        key = request.block_keys[block : block + 1]
+        return bool(key) and any(
+            slot.is_cacheable and slot.request.block_keys[block : block + 1] == key
+            for slot in self._prompting
+        )
 
     def _make_room(self) -> list[Slot]:
         """Blocks for one more step of all that decode, the oldest first; may preempt the youngest.
@@ -246,6 +317,7 @@ class Scheduler:
     def _close(self, slot: Slot) -> None:
         """Frees the slot and its blocks. What is in flight runs before whoever comes next."""
         assert not slot.closed
+        self._remember(slot, self._num_final_rows(slot))
         request = slot.request
         stats = request.stats  # with the outcomes that the batch has
         request.take_outcomes = None

@@ -39,7 +39,6 @@ from peagle.models.drafter import (
 )
 from peagle.models.output import OutputRows
 from peagle.models.target import TargetModel
-from peagle.speculation.trees import BEAM
 
 
 class StepShape(NamedTuple):
@@ -200,6 +199,7 @@ class Step:
             return
         depth = max(depth, 1)  # rows of a prompt alone: nobody reads the one draft
         assert verified.aux_hidden_states is not None
+        sampler = self._sampler(committed.num_outputs)
         batch = DraftBatch(
             slots=fields.slots,
             tokens=verified.sampled_token_ids,
@@ -213,27 +213,24 @@ class Step:
             attend=lambda items: self._rows(drafting.model, items),
             pack=models.layout.pack,
             pack_depths=partial(models.layout.pack_depths, committed.num_drafts),
-            sample=self._sampler(committed.num_outputs).draft,
+            sample=sampler.draft,
+            candidates=sampler.candidates if isinstance(sampler, CoupledSampler) else None,
+            temperature=self._temperature(),
             ops=models.ops,
         )
         if self.shape.num_nodes is None:
             drafts = drafting.drafter.propose(batch)
             models.ops.store_drafts(models.state, fields.slots, drafts)
-        else:
-            self._draft_tree(cast(ParallelDrafter, drafting.drafter), batch, committed)
-
-    def _draft_tree(
-        self, drafter: ParallelDrafter, batch: DraftBatch, committed: Committed
-    ) -> None:
-        models, slots = self.models, self.fields.slots
-        output, packing = drafter.lattice(batch)
-        if not len(packing):
             return
-        sampler = CoupledSampler(models.ops, self._sampled_slots(committed.num_outputs))
-        candidates = sampler.candidates(output, packing, BEAM)
-        models.ops.store_tree(
-            models.state, slots, *candidates, committed.num_drafts, self.shape.num_nodes
-        )
+        lattice = cast(ParallelDrafter, drafting.drafter).lattice(batch)
+        if lattice is not None:
+            limits = committed.num_drafts, self.shape.num_nodes
+            models.ops.store_tree(models.state, fields.slots, *lattice, *limits)
+
+    def _temperature(self) -> Tensor | None:
+        if self.shape.sampling == "greedy":
+            return None
+        return self.models.state.temperature[self.fields.slots]
 
     def _run_target(self, counts: StepCounts) -> tuple[Tensor, Tensor | None]:
         """Hidden states of the real rows, decode rows first, and all rows' aux hidden states."""

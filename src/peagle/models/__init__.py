@@ -10,6 +10,7 @@ fp8          a target's linear layers with 8-bit weights
 target       the native target (Llama, SmolLM, Mistral, Qwen2, Qwen3)
 head_config  what a head's config.json says
 output       the last rows of either, before anybody needs their logits
+correction   what a mask row predicts once the draft before it is known
 eagle        the network that P-EAGLE and EAGLE-3 share
 masks        who may attend to whom in training, as named predicates
 rollouts     (anchor, depth) elements of parallel prediction, as flat rows

@@ -17,6 +17,7 @@ from peagle.errors import HeadError
 from peagle.kernels.policy import FAST, Policy, gpu_takes
 from peagle.models.attention import Attention
 from peagle.models.config import DecoderConfig
+from peagle.models.correction import Correction
 from peagle.models.fused import FusedLayers
 from peagle.models.head_config import HeadConfig
 from peagle.models.layers import (
@@ -112,8 +113,14 @@ class EagleNetwork(nn.Module):
         if config.method == "p-eagle":
             self.mask_embedding = nn.Parameter(torch.zeros(size))
             self.mask_hidden = nn.Parameter(torch.zeros(self.fc.in_features))
+        self.correction = (
+            None
+            if config.correction_size is None
+            else Correction(size, config.correction_size, config.rms_norm_eps)
+        )
         self._fused = FusedLayers(list(self.layers), self.rotary)  # type: ignore[arg-type]
         self._output_rows: Tensor | None = None
+        self._draft_ids: Tensor | None = None
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size), persistent=False)
 
     def bind(self, policy: Policy) -> None:
@@ -182,6 +189,22 @@ class EagleNetwork(nn.Module):
                 rows = table[self.target_ids]
                 self._output_rows = rows.t().contiguous().t() if rows.is_cpu else rows
         return self._output_rows
+
+    def output_rows(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """An output table, and its rows for tokens that the head drafts, in the target's ids."""
+        if self.lm_head is None:
+            return self.shared.lm_head.weight, token_ids
+        rows = self.draft_ids()[token_ids] if self.config.reduced_vocabulary else token_ids
+        return self.lm_head.weight, rows
+
+    def draft_ids(self) -> Tensor:
+        """[V]: the draft id of each of the target's ids, -1 where there is none."""
+        if self._draft_ids is None:
+            with torch.inference_mode(False), torch.no_grad():
+                ids = torch.full((self.config.vocab_size,), -1, device=self.target_ids.device)
+                ids[self.target_ids] = torch.arange(len(self.target_ids), device=ids.device)
+                self._draft_ids = ids
+        return self._draft_ids
 
 
 def shared_tables(target: TargetModel) -> SharedTables:

@@ -6,6 +6,20 @@ import torch
 from torch import Tensor
 
 
+def num_drafted_rows(num_tokens: int, depth: int, limit: int, max_draft_tokens: int) -> int:
+    """Rows of a decoding request, from its first on, that the drafter has read for sure.
+
+    A step in which `draft_limit` is 0 for it leaves its rows out. It may have begun depth + 1
+    tokens before it found that out, and its first row is the newest token's.
+    """
+    rows = num_tokens - 1
+    if num_tokens >= limit - 1:
+        rows = min(rows, limit - depth - 3)
+    if num_tokens > max_draft_tokens:
+        rows = min(rows, max_draft_tokens - depth - 1)
+    return max(rows, 0)
+
+
 def draft_limit(
     max_drafts: Tensor,
     num_tokens: Tensor,

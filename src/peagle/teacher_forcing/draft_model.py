@@ -37,11 +37,23 @@ class DraftModel(nn.Module):
 
     def forward(self, segment: Segment, features: Features) -> tuple[Tensor, Tensor]:
         """-> the loss rows' states after the final norm [C, H], and the output table [Vd, H]."""
+        states = self.states(segment, features)
+        return self.corrected(states, segment, features), self.network.output_weight()
+
+    def states(self, segment: Segment, features: Features) -> Tensor:
+        """The loss rows' states after the final norm [C, H], uncorrected."""
         if self.network.config.method == "p-eagle":
-            states = loss_states(self.network, segment, features)
-        else:
-            states = self._unrolled_states(segment, features)
-        return states, self.network.output_weight()
+            return loss_states(self.network, segment, features)
+        return self._unrolled_states(segment, features)
+
+    def corrected(self, states: Tensor, segment: Segment, features: Features) -> Tensor:
+        """The same, where the drafter has a correction, with the true token before each: a draft
+        counts only where all before it were right."""
+        if self.network.correction is None:
+            return states
+        tokens = features.next_tokens[(segment.slots - 1).clamp(min=0)]  # at `slots`
+        corrected = self.network.correction(states, self.network.embed(tokens))
+        return torch.where((segment.loss_depth > 0)[:, None], corrected, states)
 
     def _unrolled_states(self, segment: Segment, features: Features) -> Tensor:
         n = segment.last

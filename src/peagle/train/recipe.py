@@ -34,6 +34,8 @@ class HeadSection:
     norm_output: bool = False  # EAGLE-3 only
     mask_token_id: int | None = None
     start_from: str | None = None  # a head whose weights this run starts with
+    # Train a correction of this width for the head `start_from`, which stays as it is
+    correction_size: int | None = None
     copy_target_layers: bool = False  # start as the target's last layers; needs its sizes
 
 
@@ -158,8 +160,21 @@ class Recipe:
                 "data.more has no stored states: a folder of `peagle capture` holds one dataset",
                 hint="drop data.features or data.more",
             )
+        self._check_correction()
         if not self.data.path:
             raise ConfigError("data.path is not set", hint="give a folder of `peagle prepare`")
+
+    def _check_correction(self) -> None:
+        head = self.head
+        if head.correction_size is None:
+            return
+        if head.correction_size < 1:
+            raise ConfigError("head.correction_size must be at least 1")
+        if head.method != "p-eagle" or head.start_from is None:
+            raise ConfigError(
+                "head.correction_size trains a correction for a p-eagle head that there is",
+                hint="name it: head.start_from=HEAD",
+            )
 
     def _check_counts(self) -> None:
         """Numbers of things that a run cannot have none of."""

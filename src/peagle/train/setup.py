@@ -152,6 +152,8 @@ def compile_layers(target: TargetModel, network: EagleNetwork) -> None:
     if network.config.method == "p-eagle":
         for layer in network.layers:
             layer.compile(dynamic=False)
+    if network.correction is not None:
+        network.correction.compile(dynamic=False)
 
 
 def checkpoint_activations(layers: nn.ModuleList, *, compiled: bool) -> None:

@@ -7,6 +7,7 @@ them padding, and ITEMS items of prompt rows or none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,11 +26,13 @@ ITEMS = 4  # one for each slot: a step has at most 16 prompt rows
 # Multiples of 16 are compiled apart, so the distribution's test (4 tokens) would pay for VOCAB =
 # 40: 2 * 40 is one. Attention is divided beyond 128 positions.
 CONTEXT, VOCAB = 252, 44
-OPTIONS: dict[str, Any] = {"max_num_seqs": BATCH, "block_size": 4}
+# Engines serve several tests: a prefix cache would let the later ones compute less.
+OPTIONS: dict[str, Any] = {"max_num_seqs": BATCH, "block_size": 4, "enable_prefix_caching": False}
 HEADS: dict[str, dict[str, Any]] = {
     "p-eagle": {"num_hidden_layers": 2, "draft_vocab_size": 15},
     "eagle3": {"method": "eagle3"},
 }
+CORRECTED = HEADS["p-eagle"] | {"correction_size": 24}
 
 
 def models(device: str, head: dict[str, Any], **changes: Any) -> tuple[TargetModel, Drafter]:
@@ -48,16 +51,20 @@ def captured_engine(
     drafter: Drafter,
     verification: Verification,
     nodes: int | None = None,
+    eos: Sequence[int] = (),
     **options: Any,
 ) -> Engine:
     """As users build it: static shapes and overlap, because the target is on a GPU."""
     speculation = Speculation(drafter, K, verification, nodes)
-    return Engine(target, engine_config(**options), speculation=speculation)
+    config = engine_config(**options)
+    return Engine(target, config, eos_token_ids=eos, speculation=speculation)
 
 
-def exact_engine(name: str, verification: Verification, nodes: int | None = None) -> Engine:
+def exact_engine(
+    head: dict[str, Any], verification: Verification, nodes: int | None = None
+) -> Engine:
     """The oracle: exact shapes, on the CPU."""
-    return engines.make_engine(*models("cpu", HEADS[name]), K, verification, nodes=nodes, **OPTIONS)
+    return engines.make_engine(*models("cpu", head), K, verification, nodes=nodes, **OPTIONS)
 
 
 def captured_shapes(engine: Engine) -> set[StepShape]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -19,10 +20,15 @@ from tests.tiny.displays import Remembering
 from tests.tiny.jobs import Job, prompts
 
 from ..test_sampled_distribution import LENGTH, SMALL_VOCAB, check_distribution
+from ..test_structured_outputs import EOS, SHAPES, TOKENIZER, greedy, sampled
+from ..test_structured_outputs import jobs_of as structured_jobs
 from .captured import (
     BATCH,
+    CONTEXT,
+    CORRECTED,
     HEADS,
     ITEMS,
+    OPTIONS,
     K,
     captured_engine,
     captured_shapes,
@@ -62,7 +68,10 @@ def jobs_of(params: list[SamplingParams], count: int = 12) -> list[Job]:
 
 def check_captured(engine: Engine, name: str, jobs: list[Job]) -> int:
     """Same tokens, endings and counters as on the CPU; -> how many drafts were accepted."""
-    requests, exact = engines.run(engine, jobs), engines.run(exact_engine(name, "rejection"), jobs)
+    requests, exact = (
+        engines.run(engine, jobs),
+        engines.run(exact_engine(HEADS[name], "rejection"), jobs),
+    )
     assert engines.answers_of(requests) == engines.answers_of(exact)
     assert engines.endings(requests) == engines.endings(exact)
     assert engines.counters(requests) == engines.counters(exact)
@@ -103,7 +112,7 @@ def test_a_captured_step_of_prompts_and_decode_rows_gives_plain_decodings_answer
     assert sum(slots > 0 and chunks > 0 for slots, chunks in launched) > 3
     expected = [naive.answer(target, job, max_model_len=engine.max_model_len) for job in jobs]
     assert engines.answers_of(requests) == expected
-    exact = engines.run(exact_engine(name, "rejection"), jobs)
+    exact = engines.run(exact_engine(HEADS[name], "rejection"), jobs)
     assert engines.counters(requests) == engines.counters(exact)
 
 
@@ -120,7 +129,10 @@ def test_eager_steps_for_the_host_run_beside_captured_ones(
         dataclasses.replace(GREEDY, min_tokens=6, stop_token_ids=(3, 4, 5, 6, 7, 8)),
     ]
     jobs, draft_time = jobs_of(needs), engine.stats.draft_time
-    requests, exact = engines.run(engine, jobs), engines.run(exact_engine(name, "rejection"), jobs)
+    requests, exact = (
+        engines.run(engine, jobs),
+        engines.run(exact_engine(HEADS[name], "rejection"), jobs),
+    )
     expected = [naive.answer(target, job, max_model_len=engine.max_model_len) for job in jobs]
     assert engines.answers_of(requests) == expected
     assert engines.counters(requests) == engines.counters(exact)
@@ -170,16 +182,59 @@ def test_rejection_has_the_targets_distribution() -> None:
 @pytest.mark.parametrize(
     "params", [[GREEDY], SAMPLED, FILTERED], ids=["greedy", "sampled", "filtered"]
 )
-def test_captured_trees_give_the_answers_of_those_on_a_cpu(
-    params: list[SamplingParams],
+@pytest.mark.parametrize(
+    ("head", "nodes"),
+    [(HEADS["p-eagle"], NODES), (CORRECTED, NODES), (CORRECTED, None)],
+    ids=["trees", "corrected trees", "corrected chains"],
+)
+def test_captured_lattices_give_the_answers_of_those_on_a_cpu(
+    head: dict[str, Any], nodes: int | None, params: list[SamplingParams]
 ) -> None:
     jobs = jobs_of(params)
-    engine = captured_engine(*models("cuda", HEADS["p-eagle"]), "coupled", NODES)
+    engine = captured_engine(*models("cuda", head), "coupled", nodes)
     requests = engines.run(engine, jobs)
-    exact = engines.run(exact_engine("p-eagle", "coupled", NODES), jobs)
+    exact = engines.run(exact_engine(head, "coupled", nodes), jobs)
     assert engines.answers_of(requests) == engines.answers_of(exact)
     assert sum(request.stats.num_accepted_tokens for request in requests) > 0
-    assert {shape.num_nodes for shape in captured_shapes(engine)} == {NODES}
+    assert {shape.num_nodes for shape in captured_shapes(engine)} == {nodes}
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes"), [("p-eagle", None), ("eagle3", None), ("p-eagle", NODES)]
+)
+def test_second_turns_by_the_prefix_cache_get_plain_decodings_answers(
+    name: str, nodes: int | None
+) -> None:
+    target, _ = models("cpu", HEADS[name])
+    first = [Job(p, GREEDY, joins=n) for n, p in enumerate(prompts(5, seed=2, longest=30))]
+    first += [Job(LONG_PROMPT[:60], GREEDY), Job(LONG_PROMPT[:50], GREEDY)]
+    answers = [naive.answer(target, job, max_model_len=CONTEXT) for job in first]
+    second = [Job([*j.prompt, *a, 1], GREEDY) for j, a in zip(first, answers, strict=True)]
+    engine = captured_engine(
+        *models("cuda", HEADS[name]), "coupled", nodes, enable_prefix_caching=True
+    )
+    assert engines.answers_of(engines.run(engine, first)) == answers
+    requests = engines.run(engine, second)
+    answers = [naive.answer(target, job, max_model_len=CONTEXT) for job in second]
+    assert engines.answers_of(requests) == answers
+    # The answers end by their limit: the drafter is not sure of its last K + 3 rows.
+    for request, job in zip(requests, first, strict=True):
+        assert request.num_cached_tokens >= (len(job.prompt) + 14 - K - 3) // 4 * 4
+    if nodes is None:  # what the drafter's cache holds is what it would have computed
+        exact = engines.run(exact_engine(HEADS[name], "coupled"), second)
+        assert engines.counters(requests) == engines.counters(exact)
+
+
+@pytest.mark.parametrize("nodes", [None, NODES])
+def test_structured_outputs_are_those_of_steps_on_a_cpu(nodes: int | None) -> None:
+    head, size = HEADS["p-eagle"], {"vocab_size": len(TOKENIZER)}
+    params = [f(shape) for shape in SHAPES for f in (greedy, sampled)]
+    jobs = structured_jobs([*params, greedy(None, 14), sampled(None, max_tokens=14)])
+    engine = captured_engine(*models("cuda", head, **size), "coupled", nodes, EOS)
+    exact = engines.make_engine(*models("cpu", head, **size), K, eos=EOS, nodes=nodes, **OPTIONS)
+    requests, expected = engines.run(engine, jobs), engines.run(exact, jobs)
+    assert engines.answers_of(requests) == engines.answers_of(expected)
+    assert engines.endings(requests) == engines.endings(expected)
 
 
 def test_after_a_warm_up_greedy_requests_capture_nothing() -> None:

@@ -42,9 +42,7 @@ class VllmOptions:
     kv_cache_memory_bytes: int | None = None
     kv_cache_dtype: Annotated[str | None, Doc("auto, fp8 ...")] = None
     block_size: int | None = None
-    enable_prefix_caching: Annotated[bool | None, Doc("Reuse the KV cache of shared prefixes.")] = (
-        None
-    )
+    enable_prefix_caching: bool | None = None
     enforce_eager: Annotated[bool | None, Doc("Run without CUDA graphs.")] = None
     max_cudagraph_capture_size: Annotated[
         int | None, Doc("Rows of the largest graph; P-EAGLE: 2 K x --max-num-seqs.")

@@ -12,7 +12,7 @@ from typing import Any
 from peagle.backends.vllm.stats import answer_stats
 from peagle.errors import RequestError
 from peagle.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from peagle.sampling_params import SamplingParams
+from peagle.sampling_params import SamplingParams, StructuredOutputsParams
 from peagle.speculation.statistics import SpecDecodeStats
 
 # vLLM's rejection sampler applies neither to drafted positions (vllm/sampling_params.py,
@@ -74,7 +74,21 @@ def vllm_params(params: SamplingParams) -> dict[str, Any]:
         "ignore_eos": params.ignore_eos,
         "logprobs": params.logprobs,
         "skip_special_tokens": params.skip_special_tokens,
+        "structured_outputs": _structured_outputs(params.structured_outputs),
     }
+
+
+def _structured_outputs(params: StructuredOutputsParams | None) -> Any:
+    if params is None:
+        return None
+    from vllm.sampling_params import StructuredOutputsParams as VllmParams
+
+    constraint = params.text if params.kind == "json" else getattr(params, params.kind)
+    return VllmParams(
+        **{params.kind: constraint},
+        disable_any_whitespace=params.disable_any_whitespace,
+        whitespace_pattern=params.whitespace_pattern,
+    )
 
 
 @dataclass(eq=False)

@@ -23,10 +23,10 @@ NEEDED = {"model": "MODEL", "out": "--out DIR"}  # key -> how to give it
 ENGINE_KEYS = (
     *("dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
     *("block_size", "kv_cache_memory_bytes", "quantization", "gpu_memory_utilization"),
-    "batch_invariant",
+    *("batch_invariant", "enable_prefix_caching"),
 )
 OUR_KEYS = ("device", "dtype", "batch_invariant")  # those that no option of vLLM's carries
-VLLM_KEYS = ("tensor_parallel_size", "kv_cache_dtype", "enable_prefix_caching", "enforce_eager")
+VLLM_KEYS = ("tensor_parallel_size", "kv_cache_dtype", "enforce_eager")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class BenchPlan:
     batch_invariant: bool | None = None
     gpu_memory_utilization: float | None = None
     kv_cache_dtype: str | None = None
-    enable_prefix_caching: bool | None = None
+    enable_prefix_caching: bool | None = None  # None: off, for every repeat has the same prompts
     enforce_eager: bool | None = None
 
     def __post_init__(self) -> None:

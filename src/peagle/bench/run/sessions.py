@@ -209,7 +209,8 @@ def engine_config(plan: BenchPlan) -> EngineConfig:
         del given["quantization"]  # its options carry it: it knows more kinds than we do
     sizes = {name: value for name, value in given.items() if value is not None}
     streams = max([*plan.concurrencies, EngineConfig.max_num_seqs])
-    return EngineConfig(**{"max_num_seqs": streams, "seed": plan.seed, **sizes})
+    defaults = {"max_num_seqs": streams, "seed": plan.seed, "enable_prefix_caching": False}
+    return EngineConfig(**{**defaults, **sizes})
 
 
 def vllm_options(plan: BenchPlan) -> VllmOptions | None:
@@ -217,7 +218,8 @@ def vllm_options(plan: BenchPlan) -> VllmOptions | None:
     if plan.backend != VLLM:
         return None
     names = [name for name in (*ENGINE_KEYS, *VLLM_KEYS) if name not in OUR_KEYS]
-    return VllmOptions(**{name: getattr(plan, name) for name in names})
+    given = {name: getattr(plan, name) for name in names}
+    return VllmOptions(**given | {"enable_prefix_caching": bool(plan.enable_prefix_caching)})
 
 
 def _drafter_key(setting: Setting) -> tuple[str, int | None]:

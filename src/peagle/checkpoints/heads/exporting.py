@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -46,11 +47,11 @@ def export_head(
     """Writes the head `reference` for the model `target` into the folder `out`, whole or not.
 
     `mask_token_id` None: the id that the head names, else an id that text never has. `force`
-    replaces a head that lies in `out`.
+    replaces a head that lies in `out`. A correction stays behind: neither layout has one.
     """
     _refuse_full_folder(out, force)
     folder, target_folder = resolve_head(reference), resolve_model(target)
-    config = read_head_config(folder)
+    config = dataclasses.replace(read_head_config(folder), correction_size=None)
     sizes = load_config(target_folder).get_text_config()
     check_vllm_runs(config, sizes, layout)
     tables = read_tables(target_folder, (config.vocab_size, config.target_hidden_size))

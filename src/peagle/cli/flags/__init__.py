@@ -88,7 +88,7 @@ def field_flag(
     assert doc is not None, f"{config.__name__}.{name} has no Doc"
     own = kind or _hint(config, name)[0]
     option = typer.Option(
-        *_names(name, own),
+        *_names(name, own, _default(config, name)),
         help=f"{doc.text} {note}".strip(),
         metavar=metavar,
         rich_help_panel=panel,
@@ -142,9 +142,13 @@ def _hints(config: type) -> dict[str, Any]:
     return get_type_hints(config, include_extras=True)
 
 
-def _names(name: str, kind: Any) -> tuple[str, ...]:
+def _default(config: type, name: str) -> Any:
+    return next(f.default for f in fields(config) if f.name == name)
+
+
+def _names(name: str, kind: Any, default: Any) -> tuple[str, ...]:
     """A switch that is off by default has no `--no-` form; one that may be unset has both."""
-    return (f"--{name.replace('_', '-')}",) if kind is bool else ()
+    return (f"--{name.replace('_', '-')}",) if kind is bool and not default else ()
 
 
 def _as_typed(kind: Any) -> Any:

@@ -115,7 +115,9 @@ class BenchFlags:
     ] = None
     gpu_memory_utilization: Annotated[float | None, _engine("gpu_memory_utilization")] = None
     kv_cache_dtype: Annotated[str | None, _engine("kv_cache_dtype")] = None
-    enable_prefix_caching: Annotated[bool | None, _engine("enable_prefix_caching")] = None
+    enable_prefix_caching: Annotated[
+        bool | None, _engine("enable_prefix_caching", "Off: every repeat has the same prompts.")
+    ] = None
     enforce_eager: Annotated[bool | None, _engine("enforce_eager")] = None
 
     def given(self) -> dict[str, Any]:

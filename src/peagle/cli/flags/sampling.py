@@ -6,8 +6,9 @@ import inspect
 from typing import Any
 
 from peagle.cli.flags import ConfigFlags, field_flag, parse_json_object
+from peagle.config import from_mapping
 from peagle.errors import ConfigError
-from peagle.sampling_params import SamplingParams
+from peagle.sampling_params import SamplingParams, StructuredOutputsParams
 
 # The command line differs from SamplingParams in two defaults: an answer is whole rather than
 # 16 tokens long, and greedy, so that the same command prints the same text.
@@ -29,12 +30,15 @@ class SamplingFlags(ConfigFlags):
             *(_flag(name, default=_default(name)) for name in NUMBERS),
             *(_flag(name, kind=kind, note="May be repeated.") for name, kind in REPEATED.items()),
             _flag("logit_bias", kind=str, metavar="JSON"),
+            _flag("structured_outputs", kind=str, metavar="JSON"),
         ]
 
     def params(self, *, n: int = 1, logprobs: int | None = None) -> SamplingParams:
         self._refuse_filters_without_temperature()
         values = self.given | {"logit_bias": _logit_bias(self.given.get("logit_bias"))}
         values |= {name: tuple(values[name]) for name in REPEATED if name in values}
+        if "structured_outputs" in values:
+            values["structured_outputs"] = _structured_outputs(values["structured_outputs"])
         return SamplingParams(n=n, logprobs=logprobs, **values)
 
     def _refuse_filters_without_temperature(self) -> None:
@@ -54,6 +58,11 @@ def _flag(name: str, **options: Any) -> inspect.Parameter:
 
 def _default(name: str) -> Any:
     return DEFAULTS.get(name, getattr(SamplingParams, name))
+
+
+def _structured_outputs(text: str) -> StructuredOutputsParams:
+    flag = "--structured-outputs"
+    return from_mapping(StructuredOutputsParams, parse_json_object(flag, text), flag)
 
 
 def _logit_bias(text: str | None) -> dict[int, float]:
