@@ -136,7 +136,7 @@ def test_structured_outputs_reach_the_engine(shell: Shell) -> None:
 
 BAD = {
     "--structured-outputs {oops": "--structured-outputs is not valid JSON",
-    "--structured-outputs {}": "structured_outputs takes one of json, regex, choice",
+    "--structured-outputs {}": "--structured-outputs takes one of json, regex, choice",
     '--structured-outputs {"regex":"a","choice":["b"]}': "but has regex and choice",
     '--structured-outputs {"regx":"a"}': "unknown key 'regx'",
     '--structured-outputs {"json":"{"}': "json is not valid JSON",
