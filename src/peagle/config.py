@@ -14,10 +14,13 @@ from peagle.errors import ConfigError, PeagleError
 
 Method = Literal["p-eagle", "eagle3", "ngram", "none"]
 Verification = Literal["coupled", "rejection"]
+SpeculationMode = Literal["auto", "fixed"]
 Quantization = Literal["fp8"]
 
 MAX_SPECULATIVE_TOKENS = 64
 DEFAULT_SPECULATIVE_TOKENS = 5
+# Limits of speculation auto, where none are given: (K, N) by the kind of device.
+AUTO_LIMITS = {"cuda": (15, 31), "cpu": (7, 15)}
 MAX_DRAFT_NODES = 63  # a row's ancestors, the newest token included, are the bits of one int64
 
 PARALLEL = "parallel_drafting"  # vLLM's word for an EAGLE-3 head that is P-EAGLE's
@@ -49,6 +52,9 @@ class SpeculativeConfig:
     # Drafts are a tree of so many tokens, `num_speculative_tokens` of them behind each other at
     # most; None: a chain. P-EAGLE heads can, with verification "coupled".
     num_draft_nodes: int | None = None
+    # auto: each step verifies as many drafts as pay, at most these; fixed: always as many.
+    # None: auto for P-EAGLE heads where neither is given and everything else allows it.
+    speculation: SpeculationMode | None = None
     prompt_lookup_max: int = 4  # ngram: longest suffix that is looked up
     prompt_lookup_min: int = 2
     verification: Verification = "coupled"
@@ -56,6 +62,12 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         _check_choice("method", self.method, (*get_args(Method), None))
         _check_choice("verification", self.verification, get_args(Verification))
+        _check_choice("speculation", self.speculation, (*get_args(SpeculationMode), None))
+        if self.speculation == "auto" and self.verification == "rejection":
+            raise ConfigError(
+                "speculation auto verifies by coupling, not by rejection",
+                hint="use speculation fixed, or verification coupled",
+            )
         k = self.num_speculative_tokens
         if k is not None and not 1 <= k <= MAX_SPECULATIVE_TOKENS:
             raise ConfigError(

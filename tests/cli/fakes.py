@@ -54,6 +54,8 @@ class FakeLLM:
     def method(self) -> str:
         return (self.speculative_config and self.speculative_config.method) or "none"
 
+    is_auto = False
+
     @property
     def num_speculative_tokens(self) -> int:
         return 3 if self.speculative_config else 0

@@ -98,3 +98,18 @@ def test_a_users_error_is_one_line(shell: Shell, tmp_path: Path, grid: str) -> N
 def test_help_needs_no_results(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "--help"]) == 0
     assert "--gpu-dollars-per-hour" in capsys.readouterr().out
+
+
+def test_auto_is_advised_by_its_name(shell: Shell, tmp_path: Path) -> None:
+    results = modelled_grid(loads=(1,))
+    for cell in [c for c in results.cells if c.method == "p-eagle"]:
+        faster = [replace(run, otps=3 * run.otps) for run in cell.repeats]
+        results.cells.append(replace(cell, repeats=faster, is_auto=True, num_speculative_tokens=7))
+    path = str(save_results(results, tmp_path))
+    assert shell("tune", path) == 0
+    assert "p-eagle auto" in shell.out
+    assert "measure with --speculation fixed for it" in shell.out
+    assert shell("tune", path, "--json") == 0
+    config = shell.json["overall"]["speculative_config"]
+    assert config == {"method": "p-eagle", "model": HEAD, "speculation": "auto"}
+    assert shell.json["overall"]["vllm_speculative_config"] is None

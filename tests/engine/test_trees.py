@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.engine.engine import Speculation
-from peagle.errors import ConfigError
+from peagle.errors import ConfigError, RequestError
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
@@ -162,6 +162,20 @@ def test_a_tree_with_the_right_tokens_is_accepted_to_its_full_depth() -> None:
     chain, _ = engines.run_both(target(), drafter, 3, jobs)
     assert chain[0].stats.num_accepted_tokens < stats.num_accepted_tokens
     assert engine.stats.num_accepted_tokens_per_pos[0] > 0
+
+
+def test_requests_have_trees_of_their_own_size() -> None:
+    own = [0, 1, 5, None]
+    jobs = [
+        Job(p, SamplingParams(temperature=0.0, max_tokens=14, num_draft_nodes=n))
+        for p, n in zip(prompts(4, seed=2), own, strict=True)
+    ]
+    requests, engine = engines.run_both(target(), scripted(jobs, (0,)), 4, jobs, nodes=9)
+    naive.check(target(), requests, jobs)
+    sizes = [r.stats.num_draft_tokens / max(r.stats.num_drafts, 1) for r in requests]
+    assert sizes == pytest.approx([*own[:3], 9], abs=0.01)
+    with pytest.raises(RequestError, match="num_draft_nodes=10 is more than the engine drafts"):
+        engine.add_request("x", [1], SamplingParams(num_draft_nodes=10))
 
 
 def test_requests_of_their_own_depth_stand_beside_each_other() -> None:

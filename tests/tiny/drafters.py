@@ -142,6 +142,9 @@ class ScriptedHead:
         self.max_speculative_tokens = self.head.max_speculative_tokens
         self.engine: Engine | None = None  # make_engine says which
 
+    def feed(self, batch: DraftBatch) -> None:
+        self.head.feed(batch)
+
     def propose(self, batch: DraftBatch) -> Tensor:
         assert self.engine is not None
         drafts = self.head.propose(batch)

@@ -36,11 +36,14 @@ def make_engine(
     *,
     static: bool = False,
     nodes: int | None = None,
+    auto: bool = False,
     **options: Any,
 ) -> Engine:
     """`static`: padded shapes and collection one step late, as under CUDA graphs. Every step is
     watched: see WatchedRunner."""
-    speculation = None if drafter is None else Speculation(drafter, k, verification, nodes)
+    speculation = None
+    if drafter is not None:
+        speculation = Speculation(drafter, k, verification, nodes, is_auto=auto)
     config = EngineConfig(**{"max_num_seqs": 8, "block_size": 4} | options)
     engine = Engine(
         target,

@@ -65,6 +65,7 @@ class Contender:
     name: str
     llm: LLM
     num_speculative_tokens: int | None
+    is_auto: bool = False  # that is the most, and each step verifies as many as pay
     answers: list[list[int]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     stats: list[SpecDecodeStats] = field(default_factory=list)
@@ -148,7 +149,7 @@ def _contender(model: str, name: str, drafter: SpeculativeConfig | None) -> Cont
     render.note(f"loading {model}, {name}")
     llm = engines.build_llm(model, EngineConfig(dtype="float32", max_num_seqs=1), drafter)
     llm.chat(_messages("Hello"), SamplingParams(temperature=0.0, max_tokens=8))  # warm-up
-    return Contender(name, llm, llm.num_speculative_tokens if drafter else None)
+    return Contender(name, llm, llm.num_speculative_tokens if drafter else None, llm.is_auto)
 
 
 def _run(contenders: Sequence[Contender], prompts: Sequence[str], params: SamplingParams) -> None:
@@ -219,6 +220,7 @@ def record(plain: Contender, other: Contender) -> dict[str, Any]:
     return {
         "method": other.name,
         "num_speculative_tokens": other.num_speculative_tokens,
+        "is_auto": other.is_auto,
         "num_output_tokens": other.num_tokens,
         "seconds": sum(other.seconds),
         "tokens_per_second": other.tokens_per_second,
@@ -239,7 +241,7 @@ def table_row(figures: dict[str, Any]) -> list[str]:
     k = figures["num_speculative_tokens"]
     return [
         figures["method"],
-        str(k) if k else "-",
+        _drafts_per_step(figures),
         f"{figures['tokens_per_second']:.1f}",
         f"{figures['speedup']:.2f}x",
         _length(figures["mean_acceptance_length"]),
@@ -247,6 +249,12 @@ def table_row(figures: dict[str, Any]) -> list[str]:
         f"{figures['share_of_steps_that_drafted']:.0%}" if k else "-",
         "yes" if figures["same_output"] else "NO",
     ]
+
+
+def _drafts_per_step(figures: dict[str, Any]) -> str:
+    if figures["is_auto"]:
+        return f"auto ({figures['stats']['mean_draft_tokens']:.1f})"
+    return str(figures["num_speculative_tokens"] or "-")
 
 
 def _length(value: float | None) -> str:

@@ -110,7 +110,11 @@ def stats_line(num_tokens: int, seconds: float, stats: SpecDecodeStats) -> str:
         return line
     positions = " ".join(f"{share:.2f}" for share in stats.per_position_acceptance)
     length = stats.mean_acceptance_length
-    return f"{line}; mean acceptance length {length:.2f}, per position {positions}"
+    line = f"{line}; mean acceptance length {length:.2f}, per position {positions}"
+    expected = stats.expected_acceptance_length
+    if expected is None:
+        return line
+    return f"{line}; {stats.mean_draft_tokens:.1f} drafts per step, {expected:.2f} was expected"
 
 
 def rate(num_tokens: int, seconds: float) -> float:

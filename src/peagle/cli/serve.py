@@ -86,6 +86,7 @@ def _asked_drafter(flags: DrafterFlags) -> dict[str, Any]:
         "model": flags.spec_model,
         "num_speculative_tokens": flags.spec_tokens,
         "num_draft_nodes": flags.spec_nodes,
+        "speculation": flags.speculation,
     }
     named = {key: value for key, value in given.items() if value is not None}
     if flags.speculative_config is None:

@@ -100,6 +100,7 @@ def _advice_document(advice: Advice) -> dict[str, Any]:
         "method": advice.best.setting.method,
         "num_speculative_tokens": advice.best.setting.num_speculative_tokens,
         "num_draft_nodes": advice.best.setting.num_draft_nodes,
+        "is_auto": advice.best.setting.is_auto,
         "otps": asdict(advice.best.otps),
         "gain": asdict(advice.best.gain),
         "acceptance_length": advice.best.acceptance_length,
@@ -175,7 +176,8 @@ def _config_lines(advice: Advice) -> list[str]:
     ]
     on_vllm = vllm_config(setting)
     if on_vllm is None:
-        return [*lines, "vLLM:   drafts no trees; measure without --spec-nodes for it"]
+        instead = "with --speculation fixed" if setting.is_auto else "without --spec-nodes"
+        return [*lines, f"vLLM:   drafts no trees; measure {instead} for it"]
     lines.append(f"vLLM:   --speculative-config '{json.dumps(on_vllm)}'")
     return [*lines, f"note: {NATIVE_NOTE}"] if setting.head else lines
 

@@ -7,7 +7,7 @@ host waits for nothing until it reads a report.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -31,6 +31,8 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 ROWS_PER_ITEM = 16
 ITEM_COUNTS = (0, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 WARM_CONTEXTS = (64, 128, 256, 512, 1024)  # of the longest request, for steps captured ahead
+
+DraftShapes = Callable[[int, bool], list[StepShape]]  # requests, whether prompts come with them
 
 
 def padded(count: int, sizes: tuple[int, ...]) -> int:
@@ -110,9 +112,10 @@ class Runner:
             return self._run_eagerly(Step(self.models, shape), inputs, host)
         return Report(*self._graph(shape).run(inputs))
 
-    def warm_up(self, drafts: StepShape, max_rows: int) -> None:
+    def warm_up(self, drafts: DraftShapes, max_rows: int) -> None:
         """Captures the shapes that greedy requests meet: every size of a batch and of prompts, for
-        contexts of WARM_CONTEXTS. There is nothing to do where steps are not graphs."""
+        contexts of WARM_CONTEXTS, with the drafts of each. There is nothing to do where steps are
+        not graphs."""
         if self._memory is None:
             return
         shapes = self._common_shapes(drafts, max_rows)
@@ -121,18 +124,18 @@ class Runner:
                 self._graph(shape)
                 work.advance()
 
-    def _common_shapes(self, drafts: StepShape, max_rows: int) -> list[StepShape]:
+    def _common_shapes(self, drafts: DraftShapes, max_rows: int) -> list[StepShape]:
         """The largest first: the memory of a graph serves all that need less."""
         last = padded(self.models.state.padding, BATCH_SIZES)  # the last slot is padding
         shapes = [
-            drafts._replace(
-                batch=batch,
+            shape._replace(
                 num_splits=self.num_splits(batch, context),
                 num_items=num_items,
                 rows_per_item=ROWS_PER_ITEM,
             )
             for num_items in reversed(ITEM_COUNTS)
             for batch in reversed(BATCH_SIZES)
+            for shape in reversed(drafts(batch, num_items > 0))
             for context in WARM_CONTEXTS
             if batch <= last and num_items <= padded(-(-max_rows // ROWS_PER_ITEM), ITEM_COUNTS)
         ]

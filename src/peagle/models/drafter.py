@@ -136,6 +136,10 @@ class NetworkDrafter(Drafter, Protocol):
         """Draft tokens [B, K], in the target's ids; what stands beyond `num_drafts` is not read."""
         ...
 
+    def feed(self, batch: DraftBatch) -> None:
+        """Brings the cache up to date, and drafts nothing."""
+        ...
+
 
 class ParallelDrafter(NetworkDrafter, Protocol):
     """A drafter that knows the candidates of all drafts after one pass: they can become a tree."""

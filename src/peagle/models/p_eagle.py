@@ -38,6 +38,9 @@ class PEagleDrafter:
             return batch.slots.new_zeros(len(batch.slots), batch.depth)
         return batch.ops.best_chain(*lattice)
 
+    def feed(self, batch: DraftBatch) -> None:
+        self._draft_rows(batch)
+
     def lattice(self, batch: DraftBatch) -> Lattice | None:
         assert batch.candidates is not None, "a tree is grown from candidates"
         output, packing = self.output(batch)

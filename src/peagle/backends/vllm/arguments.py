@@ -124,6 +124,7 @@ def _given(drafter: SpeculativeConfig | None) -> dict[str, Any]:
         "model": drafter.model,
         "num_speculative_tokens": drafter.num_speculative_tokens,
         "num_draft_nodes": drafter.num_draft_nodes,
+        "speculation": drafter.speculation,
     }
     if drafter.method == "ngram":
         given["prompt_lookup_max"] = drafter.prompt_lookup_max

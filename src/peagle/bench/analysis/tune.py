@@ -228,16 +228,17 @@ def peagle_config(setting: Setting) -> dict[str, Any] | None:
     config = {
         "method": setting.method,
         "model": setting.head,
-        "num_speculative_tokens": setting.num_speculative_tokens,
+        "num_speculative_tokens": None if setting.is_auto else setting.num_speculative_tokens,
         "num_draft_nodes": setting.num_draft_nodes,
+        "speculation": "auto" if setting.is_auto else None,
     }
     return {key: value for key, value in config.items() if value is not None}
 
 
 def vllm_config(setting: Setting) -> dict[str, Any] | None:
     """The value of `vllm serve --speculative-config`: both kinds of head are eagle3 there. None for
-    trees, which vLLM does not draft."""
-    if setting.num_draft_nodes is not None:
+    trees, which vLLM does not draft, and where the engine chooses."""
+    if setting.num_draft_nodes is not None or setting.is_auto:
         return None
     config = peagle_config(setting)
     if config is None or setting.method not in ("p-eagle", "eagle3", "ngram"):

@@ -104,7 +104,9 @@ class Summary:
     partial: bool
 
 
-def method_name(method: str, num_draft_nodes: int | None) -> str:
+def method_name(method: str, num_draft_nodes: int | None, *, is_auto: bool) -> str:
+    if is_auto:
+        return f"{method} auto"
     return method if num_draft_nodes is None else f"{method} N={num_draft_nodes}"
 
 
@@ -120,11 +122,12 @@ class Cell:
     head: str | None = None  # the head's reference, as in Manifest.heads
     repeats: list[CellRun] = field(default_factory=list)
     num_draft_nodes: int | None = None  # of trees; None: drafts are chains
+    is_auto: bool = False  # the engine chooses how many drafts a step verifies
 
     @property
     def label(self) -> str:
-        """`p-eagle`, of trees `p-eagle N=31`; the same name for every K."""
-        name = method_name(self.method, self.num_draft_nodes)
+        """`p-eagle`, of trees `p-eagle N=31`, or `p-eagle auto`; the same name for every K."""
+        name = method_name(self.method, self.num_draft_nodes, is_auto=self.is_auto)
         return name if self.head is None else f"{name} ({Path(self.head).name})"
 
     @property
@@ -262,8 +265,8 @@ class Results:
 
     @property
     def chains(self) -> list[Cell]:
-        """The cells whose drafts are not trees: K alone says what a step of theirs costs."""
-        return [cell for cell in self.cells if cell.num_draft_nodes is None]
+        """The cells with chains of K drafts: K alone says what a step of theirs costs."""
+        return [c for c in self.cells if c.num_draft_nodes is None and not c.is_auto]
 
     def to_json(self) -> dict[str, Any]:
         """The document, each cell with its summary."""

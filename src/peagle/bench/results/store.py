@@ -148,10 +148,12 @@ def run_name(cell: Cell, repeat: int) -> str:
     fields = asdict(replace(cell, repeats=[]))
     if cell.num_draft_nodes is None:
         del fields["num_draft_nodes"]
+    if not cell.is_auto:
+        del fields["is_auto"]
     content = json.dumps(fields, sort_keys=True)
     digest = hashlib.sha256(content.encode()).hexdigest()[:8]
     words = (
-        method_name(cell.method, cell.num_draft_nodes),
+        method_name(cell.method, cell.num_draft_nodes, is_auto=cell.is_auto),
         cell.num_speculative_tokens,
         cell.load,
         Path(cell.workload).name,

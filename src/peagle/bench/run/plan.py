@@ -13,11 +13,12 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from peagle.bench.results.settings import NONE
 from peagle.bench.workloads.sources import OFFLINE, split_references
-from peagle.config import EngineConfig, Method, from_mapping
+from peagle.config import EngineConfig, Method, SpeculationMode, from_mapping
 from peagle.errors import ConfigError
 
 EMBEDDED, VLLM = "embedded", "vllm"
 NGRAM, P_EAGLE = "ngram", "p-eagle"
+AUTO, FIXED = get_args(SpeculationMode)
 NEEDED = {"model": "MODEL", "out": "--out DIR"}  # key -> how to give it
 # Keys that go to the engine under the same names, and those that vLLM alone knows.
 ENGINE_KEYS = (
@@ -39,6 +40,7 @@ class BenchPlan:
     spec_method: list[str] = field(default_factory=list)
     spec_tokens: list[int] = field(default_factory=list)  # empty: what each head advises
     spec_nodes: list[int] = field(default_factory=list)  # trees of so many nodes, beside chains
+    speculation: list[str] = field(default_factory=list)  # auto, fixed (at each K and N) or both
     concurrency: list[int] = field(default_factory=list)  # empty: 1, unless there are rates
     request_rate: list[float] = field(default_factory=list)  # requests per second
     workload: list[str] = field(default_factory=lambda: [OFFLINE])
@@ -90,6 +92,19 @@ class BenchPlan:
             raise ConfigError(
                 "--spec-tokens was given, but no drafter",
                 hint="add --spec-model HEAD or --spec-method ngram",
+            )
+        for mode in self.speculation:
+            if mode not in (AUTO, FIXED):
+                raise ConfigError(
+                    f"--speculation {mode} is unknown", hint=f"use {AUTO}, {FIXED} or both"
+                )
+        if AUTO in self.speculation and self.backend != EMBEDDED:
+            raise ConfigError(
+                "--speculation auto: only the embedded engine chooses", hint="drop it"
+            )
+        if AUTO in self.speculation and not self.spec_model:
+            raise ConfigError(
+                "--speculation auto was given, but no head", hint="add --spec-model HEAD"
             )
         if self.spec_nodes and self.backend != EMBEDDED:
             raise ConfigError("--spec-nodes: only the embedded engine drafts trees", hint="drop it")

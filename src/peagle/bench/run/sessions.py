@@ -20,7 +20,7 @@ from peagle.bench.run.backend_client import BackendClient
 from peagle.bench.run.client import Client
 from peagle.bench.run.endpoint_client import EndpointClient, find_model
 from peagle.bench.run.lossless import GapsOf, KnownGaps
-from peagle.bench.run.plan import EMBEDDED, ENGINE_KEYS, OUR_KEYS, VLLM, VLLM_KEYS, BenchPlan
+from peagle.bench.run.plan import AUTO, EMBEDDED, ENGINE_KEYS, OUR_KEYS, VLLM, VLLM_KEYS, BenchPlan
 from peagle.bench.run.server_metrics import read_metrics
 from peagle.bench.workloads.prompter import Prompter
 from peagle.checkpoints.references import load_tokenizer, resolve_model
@@ -45,7 +45,7 @@ class Session(Protocol):
         ...
 
     def depth(self, setting: Setting) -> int | None:
-        """What each request asks for; None where the engine's K is fixed."""
+        """What each request asks for; None where that is the engine's to say."""
         ...
 
     def counters(self) -> SpecDecodeStats | None:
@@ -82,7 +82,9 @@ class EngineSession:
         return self.engines.number(setting)
 
     def depth(self, setting: Setting) -> int | None:
-        return setting.num_speculative_tokens if self.plan.backend == EMBEDDED else None
+        if self.plan.backend != EMBEDDED or setting.is_auto:
+            return None
+        return setting.num_speculative_tokens
 
     def counters(self) -> SpecDecodeStats | None:
         return None
@@ -146,7 +148,7 @@ class Engines:
 
     def __init__(self, plan: BenchPlan, settings: Sequence[Setting], build: Build) -> None:
         self.plan, self.build = plan, build
-        self.deepest: dict[tuple[str, int | None], int] = {}
+        self.deepest: dict[tuple[str, int | None, bool], int] = {}
         for setting in settings:
             key = _drafter_key(setting)
             depth = setting.num_speculative_tokens
@@ -222,8 +224,8 @@ def vllm_options(plan: BenchPlan) -> VllmOptions | None:
     return VllmOptions(**given | {"enable_prefix_caching": bool(plan.enable_prefix_caching)})
 
 
-def _drafter_key(setting: Setting) -> tuple[str, int | None]:
-    return setting.head or setting.method, setting.num_draft_nodes
+def _drafter_key(setting: Setting) -> tuple[str, int | None, bool]:
+    return setting.head or setting.method, setting.num_draft_nodes, setting.is_auto
 
 
 def _drafter(key: Setting) -> SpeculativeConfig | None:
@@ -233,7 +235,8 @@ def _drafter(key: Setting) -> SpeculativeConfig | None:
         {
             "method": None if key.head else key.method,
             "model": key.head,
-            "num_speculative_tokens": key.num_speculative_tokens,
+            "num_speculative_tokens": None if key.is_auto else key.num_speculative_tokens,
             "num_draft_nodes": key.num_draft_nodes,
+            "speculation": AUTO if key.is_auto else None,
         }
     )

@@ -48,6 +48,10 @@ class BenchFlags:
     spec_nodes: Annotated[
         str | None, _grid("Also measure trees of this many draft tokens.", "N,...")
     ] = None
+    speculation: Annotated[
+        str | None,
+        _grid("auto: as a head runs by default; fixed: at each K and N (default).", "NAME,..."),
+    ] = None
     concurrency: Annotated[str | None, _grid("Concurrent streams; default: 1.", "C,...")] = None
     request_rate: Annotated[
         str | None, _grid("Requests per second, arriving at random.", "R,...")

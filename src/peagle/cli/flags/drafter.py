@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from peagle.cli.flags import parse_json_object
-from peagle.config import Method, SpeculativeConfig
+from peagle.config import Method, SpeculationMode, SpeculativeConfig
 from peagle.errors import ConfigError
 
 
@@ -28,6 +28,13 @@ class DrafterFlags:
         int | None,
         _drafter("Draft a tree of N tokens, at most K levels deep.", metavar="N"),
     ] = None
+    speculation: Annotated[
+        SpeculationMode | None,
+        _drafter(
+            "auto: as many draft tokens per step as pay off, at most K and N; fixed: K or N. "
+            "Default: auto for P-EAGLE heads without K and N."
+        ),
+    ] = None
     spec_method: Annotated[
         Method | None, _drafter("How to draft; default: what the head says.")
     ] = None
@@ -41,6 +48,7 @@ class DrafterFlags:
             "model": self.spec_model,
             "num_speculative_tokens": self.spec_tokens,
             "num_draft_nodes": self.spec_nodes,
+            "speculation": self.speculation,
             "method": self.spec_method,
         }
         if self.speculative_config is not None:
@@ -48,6 +56,7 @@ class DrafterFlags:
         any_drafter = "--spec-model HEAD or --spec-method ngram"
         self._refuse_without_drafter("--spec-tokens", self.spec_tokens, any_drafter)
         self._refuse_without_drafter("--spec-nodes", self.spec_nodes, "--spec-model P-EAGLE-HEAD")
+        self._refuse_without_drafter("--speculation", self.speculation, any_drafter)
         if self.spec_model is None and self.spec_method in (None, "none"):
             return None
         return SpeculativeConfig.from_mapping(given)
@@ -60,7 +69,7 @@ class DrafterFlags:
         options = parse_json_object("--speculative-config", self.speculative_config or "")
         return SpeculativeConfig.from_mapping(options)
 
-    def _refuse_without_drafter(self, flag: str, value: int | None, wanted: str) -> None:
+    def _refuse_without_drafter(self, flag: str, value: object, wanted: str) -> None:
         if value is not None and self.spec_model is None and self.spec_method in (None, "none"):
             raise ConfigError(
                 f"{flag} {value} was given, but no drafter",
