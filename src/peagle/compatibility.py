@@ -115,6 +115,9 @@ SAMPLING_ARGUMENTS: dict[str, Unused] = {
     "output_kind": _only(None, 0, 2, because="each output has all the text so far"),  # not deltas
     "prompt_logprobs": _only(None, because="log-probabilities are those of answers"),
     "prompt_logprob_start": _only(None, because="log-probabilities are those of answers"),
+    "prompt_logprob_token_ids": _only(None, because="log-probabilities are those of answers"),
+    "routed_experts_prompt_start": _IGNORED,
+    "trace_decode_token_ids": _only(None, because="answers are decoded, not forced"),
     "repetition_detection": _only(None, because="no answer is ended for repeating itself"),
     "skip_clone": _IGNORED,
     "skip_reading_prefix_cache": _IGNORED,
