@@ -22,11 +22,14 @@ from .fakes import ANSWER, Shell
 HEAD_OF_FIVE = SpeculativeConfig(model="h", num_speculative_tokens=5)
 
 
-def _verbs() -> dict[str, Any]:
-    """Every command by its full name."""
-    root = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    bench = root.pop("bench").commands
-    return root | {f"bench {name}": command for name, command in bench.items()}
+def _verbs(group: Any = None, above: str = "") -> dict[str, Any]:
+    """Every command by its full name, those of groups included."""
+    found = {}
+    for name, command in (group or typer.main.get_command(app)).commands.items():
+        full = f"{above} {name}".strip()
+        is_group = hasattr(command, "commands")  # typer brings its own click
+        found |= _verbs(command, full) if is_group else {full: command}
+    return found
 
 
 @pytest.mark.parametrize(("verb", "command"), _verbs().items(), ids=lambda part: str(part))
@@ -197,7 +200,7 @@ def test_flags_win_over_the_file(shell: Shell, file: Path) -> None:
     [
         ("max-tokns: 3", "unknown key 'max_tokns' in FILE\nhint: did you mean 'max-tokens'?"),
         ("config: x", "unknown key 'config'"),
-        ("max-tokens: many", "Invalid value for '--max-tokens'"),
+        ("max-tokens: many", "--max-tokens many does not fit"),
         ("max-tokens: true", "max-tokens=True does not fit"),
         ("max-tokens: [1, 2]", "max-tokens=[1, 2] does not fit\nhint: use one value"),
         ("stop: a", "stop='a' does not fit\nhint: use a list"),

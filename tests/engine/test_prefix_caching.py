@@ -30,6 +30,9 @@ from tests.tiny.jobs import GREEDY, Job, prompts
 from tests.tiny.models import SHALLOW, VOCAB
 
 from .test_cache_after_rejection import RecordingAttention
+from .test_failures import PoisonousScript, poisoned
+from .test_failures import head as broken_head
+from .test_failures import jobs as breaking_jobs
 
 SAMPLED = SamplingParams(seed=4, top_k=12, max_tokens=20, ignore_eos=True)
 
@@ -62,12 +65,14 @@ def caches(engine: Engine) -> list[PagedKVCache]:
 
 
 @torch.inference_mode()
-def recomputed(tokens: list[int], net: EagleNetwork | None) -> list[tuple[Tensor, Tensor]]:
+def recomputed(
+    model: TargetModel, tokens: list[int], net: EagleNetwork | None
+) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of all rows but the last: the target's, and the drafter's."""
     n = len(tokens) - 1
     layers = () if net is None else net.config.aux_hidden_state_layer_ids
     own = RecordingAttention(n)
-    states = target()(torch.tensor(tokens[:n]), torch.arange(n), own, layers).aux_hidden_states
+    states = model(torch.tensor(tokens[:n]), torch.arange(n), own, layers).aux_hidden_states
     passes = [own]
     if net is not None:
         n = min(n, net.config.max_position_embeddings)
@@ -88,7 +93,7 @@ def check_known_blocks(
             keys: list[bytes] = []
             extend_keys(keys, tokens, size, is_drafted=is_drafted)
             found = {n: known.pop(key) for n, key in enumerate(keys) if key in known}
-            made = recomputed(tokens, net if is_drafted else None) if found else []
+            made = recomputed(engine.target, tokens, net if is_drafted else None) if found else []
             for (kept, (wanted_keys, wanted_values)), (n, block) in (
                 (pair, item)
                 for pair in zip(caches(engine), made, strict=False)
@@ -205,6 +210,53 @@ def test_a_second_turn_computes_only_what_is_new(method: str, static: bool) -> N
     stats = engine.prefix_cache_stats
     assert stats.queries == len(first.prompt) + len(second.prompt)
     assert stats.hits == request.num_cached_tokens
+
+
+@both_forms
+def test_rows_beyond_the_drafters_positions_are_not_known(static: bool) -> None:
+    """Prompts take steps of 8 rows; a head of 24 positions reads three of them."""
+    net = network("p-eagle", 24)
+    jobs = [Job([n * 7 % VOCAB for n in range(40)], GREEDY), Job(list(range(20)), GREEDY)]
+    sequences = naive.known(target(), jobs)
+    options = {"max_num_batched_tokens": 8, "static": static}
+    engine = engines.make_engine(target(), scripted(net, sequences), 4, **options)
+    poison(engine)
+    requests = engines.run(engine, jobs)
+    check_known_blocks(engine, sequences, net)
+    again = engines.run(engine, [Job(s, j.params) for s, j in zip(sequences, jobs, strict=True)])
+    assert [r.num_cached_tokens for r in again] == [24, 20]
+    naive.check(target(), requests, jobs)
+
+
+@both_forms
+@pytest.mark.parametrize("method", ["plain", "p-eagle"])
+def test_of_a_prompt_that_is_given_up_the_launched_rows_are_known(
+    method: str, static: bool
+) -> None:
+    net = None if method == "plain" else network(method)
+    job = Job([n * 7 % VOCAB for n in range(40)], GREEDY)
+    sequences = naive.known(target(), [job])
+    options = {"max_num_batched_tokens": 10, "static": static}
+    engine = engines.make_engine(target(), scripted(net, sequences), 4, **options)
+    poison(engine)
+    request = engine.add_request("0", job.prompt, job.params)
+    engine.step()
+    engine.step()
+    engine.abort_request(request)
+    assert check_known_blocks(engine, sequences, net) == 5  # of 20 rows
+    (again,) = engines.run(engine, [job])
+    assert again.num_cached_tokens == 20
+    naive.check(target(), [again], [job])
+
+
+@both_forms
+def test_a_request_that_goes_on_without_drafts_has_no_more_known_blocks(static: bool) -> None:
+    """Its drafts broke the target; the drafter does not read its rows from then on."""
+    net, sequences = broken_head(poisoned()), naive.known(poisoned(), breaking_jobs())
+    drafter = drafters.ScriptedHead(net, PoisonousScript(sequences))
+    engine = engines.make_engine(poisoned(), drafter, 4, static=static)
+    engines.run(engine, breaking_jobs())
+    assert check_known_blocks(engine, sequences, net) > 0
 
 
 def test_requests_that_come_together_compute_their_common_beginning_once() -> None:

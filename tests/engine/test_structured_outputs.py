@@ -210,6 +210,7 @@ def test_a_minimum_length_does_not_stand_against_a_complete_grammar(max_tokens: 
     params = dataclasses.replace(greedy(wanted, max_tokens), min_tokens=min(20, max_tokens))
     (request,) = engines.run(engines.make_engine(target(), eos=EOS), jobs_of([params]))
     assert text(request) == "a" * min(6, max_tokens)
+    assert request.finish_reason == ("stop" if max_tokens > 6 else "length")
 
 
 def ids(words: str) -> list[int]:
@@ -238,6 +239,9 @@ def test_of_a_tree_the_permitted_nodes_are_left() -> None:
     assert kept == [1, 2, 4, 5, 6]  # a, c, ab, ac, aca; its end is sampled without a row
     assert pruned(tokens, parents, kept) == ([a, c, b, c, a], [0, 0, 1, 1, 4])
     assert pruned(tokens, parents, []) == ([], [])
+    grammar = grammar_of(greedy(StructuredOutputsParams(regex="a{1,3}")))
+    assert grammar is not None
+    assert grammar.permitted([a, EOS[0], a], [0, 1, 1]) == [0, 2]
 
 
 def test_masks_do_not_depend_on_the_drafts_that_were_asked_about_before() -> None:

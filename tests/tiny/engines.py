@@ -11,7 +11,7 @@ import pytest
 from peagle.config import EngineConfig, Verification
 from peagle.engine.engine import Engine, Speculation
 from peagle.engine.host_sampling import HostSampling
-from peagle.engine.kv_cache import slot_bytes, target_layout
+from peagle.engine.kv_cache import slot_bytes
 from peagle.engine.request import Request
 from peagle.engine.runner import Report, Runner
 from peagle.engine.scheduler import Chunk, Slot
@@ -181,7 +181,7 @@ def is_idle(engine: Engine) -> bool:
 
 def room_for(num_tokens: int, target: TargetModel, drafter: Drafter | None) -> dict[str, Any]:
     """Options of an engine whose caches hold that many tokens."""
-    layouts = [target_layout(target)]
+    layouts = [target.cache_layout]
     if drafter is not None and drafter.cache_layout is not None:
         layouts.append(drafter.cache_layout)
     dtype = target.embed_tokens.weight.dtype

@@ -7,6 +7,7 @@ engines         where a verb gets its engine
 prompt_files    prompts from the command line, text and jsonl files; bad lines named, others kept
 progress        bars on a terminal, lines elsewhere
 render          tables, the stats line and error lines
+help            what --help prints
 demo            the same prompts with each method
 generate        answers to prompts
 chat            a conversation
@@ -20,6 +21,7 @@ tune            which method and K to run
 simulate        predicted speed on a GPU that one does not have
 report          results as HTML
 serve           an OpenAI-compatible server
+deploy          an endpoint on SageMaker
 export          a head in vLLM's or the speculators library's layout
 doctor          what silently costs acceptance
 heads           the heads that ship, and released ones

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from statistics import fmean
 
 from peagle.bench.results.document import CellRun
+from peagle.bench.results.figures import quantity
 from peagle.bench.run.grid import GridCell, PlannedRun
 from peagle.cli import render
 from peagle.cli.progress import duration_in_words
@@ -42,7 +43,8 @@ class TerminalProgress:
         self._work.advance()
         if not sys.stderr.isatty():
             place = f"[{self._work.done:.0f}/{self._work.total:.0f}]"
-            self.note(f"{place} {_name(planned)}: {run.otps:.1f} tokens/s{self._remaining()}")
+            speed = quantity(run.otps)
+            self.note(f"{place} {_name(planned)}: {speed} tokens/s{self._remaining()}")
 
     def note(self, text: str) -> None:
         render.note(text)

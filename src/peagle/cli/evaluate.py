@@ -14,6 +14,7 @@ from peagle.cli.flags import Json, expand_flags
 from peagle.cli.flags.answers import AnswerFlags, Limit, Split
 from peagle.cli.flags.engine import EngineFlags
 from peagle.cli.flags.sampling import MAX_TOKENS
+from peagle.config import MAX_DRAFT_NODES
 from peagle.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -36,16 +37,25 @@ def evaluate(
     ] = None,
     held_out_share: Annotated[
         float | None,
-        typer.Option(help="Use only rows that training held out, by this data.held_out_share."),
+        typer.Option(
+            help="Use only rows that training held out, by this data.held_out_share.",
+            min=0,
+            max=1,
+        ),
     ] = None,
     split: Split = "train",
     limit: Limit = None,
     spec_tokens: Annotated[
-        int | None, typer.Option(help="The largest K; default: what the head was trained for.")
+        int | None,
+        typer.Option(help="The largest K; default: what the head was trained for.", min=1),
     ] = None,
     spec_nodes: Annotated[
         int | None,
-        typer.Option(help="Also evaluate trees of 1 to N drafts, at most K levels deep."),
+        typer.Option(
+            help="Also evaluate trees of 1 to N drafts, at most K levels deep.",
+            min=1,
+            max=MAX_DRAFT_NODES,
+        ),
     ] = None,
     max_tokens: Annotated[
         int, typer.Option(help="Maximum length of an answer, in tokens.")
@@ -166,9 +176,10 @@ def _print_tables(results: dict[str, Evaluation], file: Any) -> None:
         ]
         render.print_table(f"mean acceptance length, {way}", columns, lengths, file=file)
         everything = result.groups["all"][-1]
-        rates = [
-            ["accepted", *(f"{x:.2f}" for x in everything.per_position_acceptance)],
-            ["... if all before were", *(f"{x:.2f}" for x in everything.conditional_acceptance)],
-        ]
-        titles = ("draft", *(str(n) for n in range(1, len(rates[0]))))
-        render.print_table(f"per position at K={k}, {way}", titles, rates, file=file)
+        rates = {
+            "accepted": everything.per_position_acceptance,
+            "accepted, if all before it were": everything.conditional_acceptance,
+        }
+        rows = [[name, *(f"{x:.2f}" for x in values)] for name, values in rates.items()]
+        titles = ("draft", *(str(n) for n in range(1, len(rows[0]))))
+        render.print_table(f"per position at K={k}, {way}", titles, rows, file=file)

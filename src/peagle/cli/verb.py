@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from peagle.cli.flags import parse_json_object
+from peagle.cli.flags import OTHER_NAMES, parse_json_object
+from peagle.cli.help import Command
 from peagle.cli.progress import shown_progress
 from peagle.cli.render import naming_flags
 from peagle.config import read_yaml
@@ -38,7 +38,7 @@ def with_dashes(name: str) -> str:
     return name.replace("_", "-")
 
 
-class Verb(TyperCommand):
+class Verb(Command):
     """A command that reads dotted flags."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -134,8 +134,7 @@ def as_verb(command: Callable[..., None]) -> Callable[..., None]:
 def _flags_by_option(parameters: list[Any]) -> dict[str, str]:
     """By what Python calls them. Drafters have keys of their own: see DrafterFlags."""
     flags = {p.name: f"--{_key(p)}" for p in parameters if p.opts[0].startswith("--")}
-    keys = {"num_speculative_tokens": "spec_tokens", "num_draft_nodes": "spec_nodes"}
-    return flags | {key: flags[name] for key, name in keys.items() if name in flags}
+    return flags | {key: flag for key, flag in OTHER_NAMES.items() if flag in flags.values()}
 
 
 def _common_flags() -> list[inspect.Parameter]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.engine.blocks import BlockAllocator, BlockTable
 from peagle.engine.host_batch import Column
-from peagle.engine.kv_cache import PagedKVCache, target_layout
+from peagle.engine.kv_cache import PagedKVCache
 from peagle.engine.row_layouts import ExactLayout, PaddedLayout, PagedModel, RowLayout
 from peagle.engine.runner import BATCH_SIZES, Runner, padded
 from peagle.engine.step import Drafting, StepModels
@@ -73,7 +73,7 @@ def make_runner(
         reach = drafter.max_positions
     if drafter is not None and drafter.cache_layout is not None:
         drafting = Drafting(cast(NetworkDrafter, drafter), paged(drafter.cache_layout, reach))
-    model = paged(target_layout(target), target.config.max_position_embeddings)
+    model = paged(target.cache_layout, target.config.max_position_embeddings)
     models = StepModels(
         target, model, drafting, reach + 1, state, ops, layout, allocator.block_size
     )

@@ -127,7 +127,7 @@ class Engine:
         self.max_model_len = _max_model_len(target, config)
         self.stats = SpecDecodeStats()
         self._seeds = random.Random(config.seed)
-        on_gpu = target.embed_tokens.weight.is_cuda
+        on_gpu = target.embed_tokens.weight.is_cuda and target.captures
         drafter = speculation.drafter if speculation else None
         self._host_drafter = host_drafter(drafter)
         probs_shape = draft_probs_shape(speculation, target)

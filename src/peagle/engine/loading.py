@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from peagle.checkpoints.heads.loading import load_head
-from peagle.checkpoints.targets import load_target
+from peagle.checkpoints.targets import has_native_target, load_adapted, load_target
 from peagle.config import (
     AUTO_LIMITS,
     DEFAULT_SPECULATIVE_TOKENS,
@@ -62,7 +62,8 @@ def load_engine_target(folder: Path, config: EngineConfig) -> TargetModel:
     if config.quantization is not None:
         check_gpu(device)
     with reported_shortage(f"{folder} in {str(dtype).removeprefix('torch.')}", device):
-        target = load_target(folder, dtype=dtype, device=device)
+        load = load_target if has_native_target(folder) else load_adapted
+        target = load(folder, dtype=dtype, device=device)
         if config.quantization is not None:
             quantize_linears(target)
     bind_kernels(target, batch_invariant=config.batch_invariant)
@@ -89,20 +90,26 @@ def load_speculation(config: SpeculativeConfig, target: TargetModel) -> Speculat
             "batch_invariant cannot be combined with trees: a row's sums depend on its place",
             hint="drop num_draft_nodes, or batch_invariant",
         )
-    if _is_auto(config, drafter, batch_invariant=invariant):
+    if config.num_draft_nodes is not None and not target.rolls_back:
+        raise ConfigError(
+            "this target computes each prefix again, which trees have many of",
+            hint="drop num_draft_nodes: drafts are then a chain",
+        )
+    has_trees = target.rolls_back and not invariant
+    if _is_auto(config, drafter, has_trees=has_trees):
         on_gpu = target.embed_tokens.weight.is_cuda
-        return _auto(config, drafter, advice, "cuda" if on_gpu else "cpu", has_trees=not invariant)
+        return _auto(config, drafter, advice, "cuda" if on_gpu else "cpu", has_trees=has_trees)
     depth = config.num_speculative_tokens or advice
     return Speculation(drafter, depth, config.verification, config.num_draft_nodes)
 
 
-def _is_auto(config: SpeculativeConfig, drafter: Drafter, *, batch_invariant: bool) -> bool:
+def _is_auto(config: SpeculativeConfig, drafter: Drafter, *, has_trees: bool) -> bool:
     """Asked for, or nothing else was and trees are possible."""
     if config.speculation is not None:
         return config.speculation == "auto"
     is_given = (config.num_speculative_tokens or config.num_draft_nodes) is not None
     can_draft_trees = hasattr(drafter, "lattice") and config.verification == "coupled"
-    return can_draft_trees and not is_given and not batch_invariant
+    return can_draft_trees and not is_given and has_trees
 
 
 def _auto(

@@ -69,6 +69,22 @@ class OfflineInference(ABC, Generic[_Open]):
         them can never be served; see `check_request`. `unused` are vLLM's arguments without a
         meaning here, see `compatibility`."""
         refuse_others(unused, GENERATE_ARGUMENTS)
+        count = 1 if isinstance(prompts, str | Mapping) else len(prompts)
+        is_shown = bool(use_tqdm) and count > 1
+        outputs = {}
+        with track("answering", count, "prompts") if is_shown else nullcontext() as work:
+            for index, output in self.as_finished(prompts, sampling_params):
+                outputs[index] = output
+                if work is not None:
+                    work.advance()
+        return [outputs[index] for index in range(len(outputs))]
+
+    def as_finished(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
+        """The same, but yields each prompt's number and answer when that has ended."""
         given = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = params_for(given, sampling_params)
         pairs = [(self._prompts.read(prompt), p) for prompt, p in zip(given, params, strict=True)]
@@ -78,11 +94,16 @@ class OfflineInference(ABC, Generic[_Open]):
         try:
             for pair in pairs:
                 opened.append(self.add_request(*pair))
-            self._finish(opened, show=bool(use_tqdm) and len(opened) > 1)
+            left = {id(request): index for index, request in enumerate(opened)}
+            ended = [request for request in opened if request.finished]  # at once
+            while left:
+                for request in ended:
+                    if id(request) in left:  # of this call
+                        yield left.pop(id(request)), request.output()
+                ended = [request for request in self.step() if request.finished] if left else []
         finally:  # Ctrl-C or a bug must not leave requests behind
             for request in opened:
                 self.abort_request(request)
-        return [request.output() for request in opened]
 
     def stream(
         self,
@@ -111,14 +132,6 @@ class OfflineInference(ABC, Generic[_Open]):
 
     def get_tokenizer(self) -> Any:
         return self._prompts.tokenizer
-
-    def _finish(self, opened: Sequence[_Open], *, show: bool) -> None:
-        unfinished = {id(request) for request in opened if not request.finished}
-        with track("answering", len(opened), "prompts") if show else nullcontext() as work:
-            while unfinished:
-                unfinished.difference_update(id(r) for r in self.step() if r.finished)
-                if work is not None:
-                    work.reach(len(opened) - len(unfinished))
 
     def _follow(
         self, prompt: TokenizedPrompt, params: SamplingParams

@@ -230,11 +230,14 @@ class Step:
         elif self.shape.num_nodes is None:
             drafts = drafting.drafter.propose(batch)
             models.ops.store_drafts(models.state, fields.slots, drafts)
-            return
-        lattice = cast(ParallelDrafter, drafting.drafter).lattice(batch)
+        else:
+            self._draft_tree(cast(ParallelDrafter, drafting.drafter), batch)
+
+    def _draft_tree(self, drafter: ParallelDrafter, batch: DraftBatch) -> None:
+        state, lattice = self.models.state, drafter.lattice(batch)
         if lattice is not None:
-            limits = committed.num_drafts, models.state.drafts.shape[1]
-            models.ops.store_tree(models.state, fields.slots, *lattice, *limits)
+            limits = batch.num_drafts, state.drafts.shape[1]
+            self.models.ops.store_tree(state, self.fields.slots, *lattice, *limits)
 
     def _temperature(self) -> Tensor | None:
         if self.shape.sampling == "greedy":

@@ -104,7 +104,9 @@ def evaluate_pair(
     model = DraftModel(pair.network)
     if params.greedy:
         return {"greedy": evaluator(model)}
-    rule = SampledAcceptance(pair.target.lm_head.weight, params)
+    target = pair.target
+    adjusted = target.adjusted if target.changes_logits else None
+    rule = SampledAcceptance(target.lm_head.weight, params, adjusted)
     return evaluate_sampled(evaluator, model, rule)
 
 

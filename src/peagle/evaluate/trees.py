@@ -60,7 +60,7 @@ def _accepted(evaluator: Evaluator, model: DraftModel, row: PackedRow, num_nodes
     states = _draft_states(evaluator, model, row, counts)
     anchors = torch.nonzero(counts > 0).flatten()
     accepted = torch.zeros(len(counts), num_nodes, dtype=torch.long)
-    for part in anchors.split(ANCHORS_AT_ONCE):
+    for part in torch.split(anchors, ANCHORS_AT_ONCE):
         accepted[part] = _accepted_at(model.network, states, row, part, num_nodes).cpu()
     return accepted[None]
 
@@ -129,7 +129,7 @@ def _draft_states(
 def _candidates(network: EagleNetwork, states: Tensor, chunk_rows: int) -> Candidates:
     """Of states [C, H], in chunks: all logits at once would be the largest tensor."""
     ids, parts = network.target_ids, []
-    for part in states.split(chunk_rows):
+    for part in torch.split(states, chunk_rows):
         log_probs = at_least_float32(F.linear(part, network.output_weight())).log_softmax(-1)
         parts.append(log_probs.topk(BEAM))
     best, columns = (torch.cat(x) for x in zip(*parts, strict=True))

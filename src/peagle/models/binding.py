@@ -23,6 +23,10 @@ def bind_kernels(model: TargetModel | EagleNetwork, *, batch_invariant: bool = F
 
 
 def _check_batch_invariant(model: nn.Module) -> None:
+    if isinstance(model, TargetModel) and not model.config.has_standard_layers:
+        raise ConfigError(
+            "batch_invariant has no kernels for this target's layers", hint="drop batch_invariant"
+        )
     if any(isinstance(module, Fp8Linear) for module in model.modules()):
         raise ConfigError(
             "batch_invariant cannot be combined with 8-bit weights", hint="drop quantization=fp8"

@@ -80,6 +80,8 @@ class FirstLayer(nn.Module):
 class EagleNetwork(nn.Module):
     """Rows in, hidden states out. Which rows, and what follows from them, is the caller's."""
 
+    changes_logits = False  # models.output.OutputLayer
+
     target_ids: Tensor  # [Vd]: the target's id of each draft id
 
     def __init__(self, config: HeadConfig, shared: SharedTables) -> None:
@@ -103,7 +105,7 @@ class EagleNetwork(nn.Module):
             + [DecoderLayer(decoder, layer) for layer in range(1, config.num_hidden_layers)]
         )
         self.norm = RMSNorm(size, config.rms_norm_eps)
-        self.rotary = RotaryEmbedding(decoder)
+        self.rotary = RotaryEmbedding(decoder.rope, decoder.max_position_embeddings)
         self.embed_tokens = (
             nn.Embedding(config.vocab_size, size) if config.has_embed_tokens else None
         )
@@ -233,7 +235,7 @@ def initialise(
         if network.lm_head is not None:
             network.lm_head.weight.copy_(target.lm_head.weight[network.target_ids])
         if network.norm.weight.shape == target.norm.weight.shape:
-            network.norm.weight.copy_(target.norm.weight)
+            network.norm.weight.copy_(target.norm.scale)
         if network.config.method == "p-eagle":
             network.mask_embedding.copy_(target.embed_tokens.weight.mean(dim=0))
             network.mask_hidden.normal_(0.0, 0.02, generator=generator)
@@ -247,6 +249,11 @@ def copy_last_layers(network: EagleNetwork, target: TargetModel) -> None:
     The features then begin as the last aux hidden state, and every layer computes what the
     target's layer of the same distance from the end computes. Needs the target's sizes.
     """
+    if not target.config.has_standard_layers:
+        raise HeadError(
+            "copy_target_layers needs a target whose layers are like a head's",
+            hint="train this head with head.copy_target_layers=false",
+        )
     last = list(target.layers)[-len(network.layers) :]
     first, source = network.layers[0], last[0]
     assert isinstance(first, FirstLayer)

@@ -15,6 +15,7 @@ Shapes: B requests, N drafts at most, K depths. Imports no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -61,12 +62,12 @@ class StepCosts:
     def observe(self, batch: int, rows: int, seconds: float, *, is_off: bool = False) -> None:
         """A step right behind the one that was observed last; `is_off`: it drafted nothing."""
         place, weights = self._place(batch, rows, is_off), self._weights
-        own = float(np.log(seconds / self._guess(rows, is_off)))
+        own = math.log(seconds / float(self._guess(rows, is_off)))
         before, self._last = self._last, (place, own)
         if before is None or before[0] == place:
             return
         other, theirs = before
-        most = float(np.log(self.OUTLIER))
+        most = math.log(self.OUTLIER)
         change = (own - theirs) - float(self._logs[place] - self._logs[other])
         change = min(max(change, -most), most) / (min(weights[place], weights[other]) + 1)
         share = weights[other] / (weights[place] + weights[other])  # the less is known, the more
@@ -80,7 +81,7 @@ class StepCosts:
         guess = self._guess(rows, is_off)
         if not self._places:
             return guess
-        here = np.stack([self._point(batch, n, is_off) for n in rows.tolist()])
+        here = self._point(batch, rows, is_off)
         distance = np.abs(here[:, None] - self._points).sum(2) / self.REACH  # [n, points]
         nearest = distance.min(1, keepdims=True)  # of far ones, too, something counts
         weights = self._weights * np.exp(nearest - distance)
@@ -91,18 +92,21 @@ class StepCosts:
     def _guess(self, rows: int | Counts, is_off: bool) -> Numbers:
         return np.asarray(1.0 + np.asarray(rows) / self.free_rows) * (self.OFF_SHARE**is_off)
 
-    def _point(self, batch: int, rows: int, is_off: bool) -> Numbers:
-        return np.array([np.log(batch), np.log(rows), self.OFF_DISTANCE * is_off])
+    def _point(self, batch: int, rows: Counts, is_off: bool) -> Numbers:
+        """[n] -> [n, 3]"""
+        return np.stack(
+            np.broadcast_arrays(math.log(batch), np.log(rows), is_off * self.OFF_DISTANCE), axis=-1
+        )
 
     def _place(self, batch: int, rows: int, is_off: bool) -> int:
         """Of a kind of step; the first of its kind is believed to be what is expected."""
-        classes = [round(self.RESOLUTION * float(np.log2(x))) for x in (batch, rows)]
+        classes = [round(self.RESOLUTION * math.log2(x)) for x in (batch, rows)]
         key = classes[0], classes[1], is_off
         if key not in self._places:
             expected = self.estimate(batch, np.array([rows]), is_off=is_off)[0]
             ratio = np.log(expected / self._guess(rows, is_off))
             self._places[key] = len(self._places)
-            self._points = np.vstack((self._points, self._point(batch, rows, is_off)))
+            self._points = np.vstack((self._points, self._point(batch, np.array([rows]), is_off)))
             self._logs, self._weights = np.append(self._logs, ratio), np.append(self._weights, 1.0)
         return self._places[key]
 
@@ -130,16 +134,16 @@ class AcceptanceCurve:
 
     def observe(self, outcomes: Outcomes, unverified: Numbers | None = None) -> None:
         """unverified  # [B, N] what those are worth that were not verified, where one knows"""
-        size = len(self._steps)
-        number = np.arange(1, size + 1)
-        is_verified = number <= outcomes.num_drafts[:, None]  # [B, N]
+        size, batch = len(self._steps), len(outcomes.num_drafts)
         hits = np.bincount(outcomes.paths.ravel(), minlength=size + 1)[1 : size + 1]
-        steps = is_verified.sum(0)
-        kept = 1.0 - min(len(is_verified) / self.MEMORY, 1.0 / self.MEMORY_STEPS)
+        fewer = np.bincount(outcomes.num_drafts, minlength=size + 1).cumsum()[:size]
+        steps = batch - fewer  # in which the n-th was verified
+        kept = 1.0 - min(batch / self.MEMORY, 1.0 / self.MEMORY_STEPS)
         self._steps = kept * self._steps + steps
         self._hits = kept * self._hits + hits
         if unverified is not None:
-            self._steps += len(is_verified) - steps
+            is_verified = np.arange(size) < outcomes.num_drafts[:, None]
+            self._steps += fewer
             self._hits += np.where(is_verified, 0.0, unverified).sum(0)
 
     def values(self) -> Numbers:
@@ -223,6 +227,7 @@ class DraftBudget:
         self.numbers = self._numbers(size)
         self.curve, self.calibration = AcceptanceCurve(size), ScoreCalibration()
         self.costs = StepCosts(free_rows)
+        self._worth = self._expected()  # at the last review
         self.num_drafts = -1  # the choice that holds; 0: no drafts; -1: none yet
         self._batch = 0  # for which it holds
         self._since_review = self._since_trial = 0
@@ -241,7 +246,7 @@ class DraftBudget:
         if self._scores is not None and len(most):
             return self._by_scores(self._scores(slots), most)
         caps = np.minimum(most, number)
-        return DraftChoice(caps, self.depth_for(number), number, self._worth()[caps])
+        return DraftChoice(caps, self.depth_for(number), number, self._worth[caps])
 
     def observe(
         self, choice: DraftChoice, outcomes: Outcomes, seconds: float | None = None
@@ -289,28 +294,25 @@ class DraftBudget:
     def _padded(self, batch: int) -> int:
         return batch if self._pad is None else self._pad(max(batch, 1))
 
-    def _worth(self) -> Numbers:
-        """Expected accepted drafts of the first 0 .. N.  # [N+1]"""
+    def _expected(self) -> Numbers:
+        """Accepted drafts of the first 0 .. N.  # [N+1]"""
         return np.concatenate(([0.0], np.cumsum(self.curve.values())))
 
     def _review(self, most: Counts) -> None:
         """Which number is best, if it is clearly better than what holds."""
         self._since_review, batch = 0, self._padded(len(most))
-        numbers = np.concatenate(([0], self.numbers))
+        numbers, self._worth = np.concatenate(([0], self.numbers)), self._expected()
         rates = self.rates(most)
         best = int(rates.argmax())
-        known = np.flatnonzero(numbers == self.num_drafts)
-        if batch != self._batch or not len(known):
-            known = np.array([best])
-        if rates[best] > GAIN_TO_SWITCH * rates[known[0]]:
-            known = np.array([best])
+        holds = np.flatnonzero((numbers == self.num_drafts) & (batch == self._batch))
+        if not len(holds) or rates[best] > GAIN_TO_SWITCH * rates[holds[0]]:
+            self.num_drafts, self._batch = int(numbers[best]), batch
             self._trials[batch] = min(self._trials.get(batch, 0), 3)  # it has other neighbours
-        self.num_drafts, self._batch = int(numbers[known[0]]), batch
 
     def rates(self, most: Counts) -> Numbers:
         """Expected tokens per time: without drafts, and with each of `numbers`."""
         batch, numbers = self._padded(len(most)), self.numbers
-        tokens = len(most) + self._worth()[np.minimum(most[:, None], numbers)].sum(0)
+        tokens = len(most) + self._worth[np.minimum(most[:, None], numbers)].sum(0)
         rows = batch * (numbers + 1)
         fits = rows <= max(self.max_rows, rows[0])
         with_drafts = np.where(fits, tokens / self.costs.estimate(batch, rows), 0.0)

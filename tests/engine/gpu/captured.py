@@ -52,10 +52,12 @@ def captured_engine(
     verification: Verification,
     nodes: int | None = None,
     eos: Sequence[int] = (),
+    *,
+    auto: bool = False,
     **options: Any,
 ) -> Engine:
     """As users build it: static shapes and overlap, because the target is on a GPU."""
-    speculation = Speculation(drafter, K, verification, nodes)
+    speculation = Speculation(drafter, K, verification, nodes, is_auto=auto)
     config = engine_config(**options)
     return Engine(target, config, eos_token_ids=eos, speculation=speculation)
 

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 
 from peagle.engine.engine import Engine
 from peagle.progress import shown_by
 from peagle.sampling_params import SamplingParams
+from peagle.speculation.budget import Counts, DraftBudget, DraftChoice
 from tests.tiny import engines, naive
 from tests.tiny.displays import Remembering
 from tests.tiny.jobs import Job, prompts
@@ -235,6 +237,39 @@ def test_structured_outputs_are_those_of_steps_on_a_cpu(nodes: int | None) -> No
     requests, expected = engines.run(engine, jobs), engines.run(exact, jobs)
     assert engines.answers_of(requests) == engines.answers_of(expected)
     assert engines.endings(requests) == engines.endings(expected)
+
+
+class Turns(DraftBudget):
+    """As many drafts as the last step did not have: all, three, none at all."""
+
+    turn = 0
+
+    def choose(self, slots: Counts, most: Counts, *, may_explore: bool) -> DraftChoice:
+        self.turn += 1
+        number = (NODES, NODES, 3, 0, 0, 3)[self.turn % 6]
+        number = min(number, self.max_nodes or self.max_depth)
+        caps = np.minimum(most, number)
+        return DraftChoice(caps, K if number else 0, number, np.zeros(len(most)))
+
+
+@pytest.mark.parametrize("name", ["p-eagle", "eagle3"])
+@pytest.mark.parametrize("params", [[GREEDY], SAMPLED], ids=["greedy", "sampled"])
+def test_numbers_of_drafts_that_change_from_step_to_step_leave_the_answers_alone(
+    name: str, params: list[SamplingParams]
+) -> None:
+    jobs, target = jobs_of(params), models("cpu", HEADS[name])[0]
+    engine = captured_engine(
+        *models("cuda", HEADS[name]),
+        "coupled",
+        NODES if name == "p-eagle" else None,
+        auto=True,
+        max_num_batched_tokens=BATCH * (NODES + 1),
+    )
+    assert engine.budget is not None
+    engine.budget.__class__ = Turns
+    expected = [naive.answer(target, job, max_model_len=CONTEXT) for job in jobs]
+    assert engines.answers_of(engines.run(engine, jobs)) == expected
+    assert {shape.feeds for shape in captured_shapes(engine)} == {True, False}
 
 
 def test_after_a_warm_up_greedy_requests_capture_nothing() -> None:

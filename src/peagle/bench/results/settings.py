@@ -96,6 +96,13 @@ def full_name(setting: Setting) -> str:
     return short_name(setting, {setting.series: f"{setting.name}{head}"})
 
 
+def trees_in_words(cells: Iterable[Cell]) -> str:
+    """What `p-eagle N=31 K=7` means; empty where no trees were measured."""
+    if all(cell.num_draft_nodes is None for cell in cells):
+        return ""
+    return "N is the number of nodes in a tree of drafts, K its depth; without N drafts are chains."
+
+
 def load_key(load: str) -> tuple[bool, float]:
     """Orders loads: by concurrency, then by request rate."""
     return load.endswith("/s"), float(load.removesuffix("/s"))

@@ -17,6 +17,7 @@ from peagle.config import EngineConfig, Method, SpeculationMode, from_mapping
 from peagle.errors import ConfigError
 
 EMBEDDED, VLLM = "embedded", "vllm"
+SAGEMAKER = "sagemaker:"  # before an endpoint's name
 NGRAM, P_EAGLE = "ngram", "p-eagle"
 AUTO, FIXED = get_args(SpeculationMode)
 NEEDED = {"model": "MODEL", "out": "--out DIR"}  # key -> how to give it
@@ -79,7 +80,8 @@ class BenchPlan:
         for name in ("concurrency", "request_rate", "spec_tokens", "spec_nodes"):
             for value in getattr(self, name):
                 _require(0 < value < math.inf, name, value, "more than 0")
-        for name in ("repeats", "max_tokens", "answers_per_stream", "min_answers", "max_engines"):
+        counts = ("repeats", "max_tokens", "answers_per_stream", "min_answers", "max_engines")
+        for name in (*counts, "num_prompts"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "1 or more")
         _require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 or more")
@@ -129,10 +131,10 @@ class BenchPlan:
         for name in (*ENGINE_KEYS, *VLLM_KEYS):
             if name not in used and getattr(self, name) not in (None, "auto"):
                 raise ConfigError(f"{name} has no effect on backend {self.backend}", hint="drop it")
-        if self.is_endpoint and not self.backend.startswith(("http://", "https://")):
+        if self.is_endpoint and not self.backend.startswith(("http://", "https://", SAGEMAKER)):
             raise ConfigError(
                 f"backend {self.backend!r} is unknown",
-                hint="use embedded, vllm or http://HOST:PORT",
+                hint="use embedded, vllm, http://HOST:PORT or sagemaker:ENDPOINT",
             )
         several = len(self.spec_method) > 1 or len(self.spec_tokens) > 1
         if self.is_endpoint and (self.spec_model or several):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from peagle.backends.contract import Backend
 from peagle.backends.vllm.options import VllmOptions
@@ -20,7 +20,16 @@ from peagle.bench.run.backend_client import BackendClient
 from peagle.bench.run.client import Client
 from peagle.bench.run.endpoint_client import EndpointClient, find_model
 from peagle.bench.run.lossless import GapsOf, KnownGaps
-from peagle.bench.run.plan import AUTO, EMBEDDED, ENGINE_KEYS, OUR_KEYS, VLLM, VLLM_KEYS, BenchPlan
+from peagle.bench.run.plan import (
+    AUTO,
+    EMBEDDED,
+    ENGINE_KEYS,
+    OUR_KEYS,
+    SAGEMAKER,
+    VLLM,
+    VLLM_KEYS,
+    BenchPlan,
+)
 from peagle.bench.run.server_metrics import read_metrics
 from peagle.bench.workloads.prompter import Prompter
 from peagle.checkpoints.references import load_tokenizer, resolve_model
@@ -28,6 +37,9 @@ from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.errors import PeagleError
 from peagle.http import Endpoint
 from peagle.speculation.statistics import SpecDecodeStats
+
+if TYPE_CHECKING:
+    from peagle.deploy.invoke import EndpointRuntime
 
 API_KEY = "OPENAI_API_KEY"  # the variable that OpenAI's own client reads
 # model, sizes, drafter, and vLLM's own options where the backend is vLLM
@@ -104,15 +116,26 @@ class EngineSession:
 
 class EndpointSession:
     def __init__(self, plan: BenchPlan) -> None:
-        endpoint = Endpoint(plan.backend, api_key=os.environ.get(API_KEY))
-        self.endpoint = find_model(endpoint, plan.model)
+        self.runtime: EndpointRuntime | None = None  # SageMaker's; None: plain HTTP
+        if plan.backend.startswith(SAGEMAKER):
+            from peagle.deploy.invoke import find_runtime
+
+            self.runtime = find_runtime(plan.backend.removeprefix(SAGEMAKER))
+            self.endpoint = self.runtime.endpoint
+        else:
+            endpoint = Endpoint(plan.backend, api_key=os.environ.get(API_KEY))
+            self.endpoint = find_model(endpoint, plan.model)
         self.plan = plan
         self.device: str | None = None
         self.tokenizer = _tokenizer(plan.model)
 
     def client(self, setting: Setting) -> Client:
         return EndpointClient(
-            self.endpoint, raw=self.plan.raw, seed=self.plan.seed, tokenizer=self.tokenizer
+            self.endpoint,
+            source=self.runtime,
+            raw=self.plan.raw,
+            seed=self.plan.seed,
+            tokenizer=self.tokenizer,
         )
 
     def engine_number(self, setting: Setting) -> int:
@@ -122,7 +145,8 @@ class EndpointSession:
         return None
 
     def counters(self) -> SpecDecodeStats | None:
-        return read_metrics(self.endpoint)
+        """None from SageMaker, which lets nobody through to the page."""
+        return read_metrics(self.endpoint) if self.runtime is None else None
 
     def gaps_of(self, setting: Setting) -> GapsOf | None:
         return None

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import os
-import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from peagle.checkpoints.heads.vllm_layout import write_options
 from peagle.checkpoints.references import load_config, load_tokenizer, resolve_model
 from peagle.checkpoints.targets import eos_token_ids, read_tables
 from peagle.errors import HeadError, PeagleError
-from peagle.files import atomic_folder
+from peagle.files import atomic_folder, writing
 from peagle.models.head_config import HeadConfig
 
 
@@ -67,7 +66,8 @@ def export_head(
         verifier = _verifier(target, target_folder, sizes)
         options = wrap(options, config.method, config.num_speculative_tokens, verifier)
         written |= speculators_tensors(config, written, ids)
-    _write(out, options, written)
+    with writing(out):
+        _write(out, options, written)
 
 
 def _refuse_full_folder(out: Path, force: bool) -> None:
@@ -133,7 +133,6 @@ def _write(out: Path, options: dict[str, Any], tensors: dict[str, Tensor]) -> No
         save_file(contiguous, temporary / WEIGHTS, metadata={"format": "pt"})
         text = json.dumps(options, indent=2) + "\n"
         (temporary / CONFIG).write_text(text, encoding="utf-8")
-        shutil.copymode(temporary / CONFIG, temporary / WEIGHTS)  # others may read it too
 
 
 def choose_mask_token(folder: Path, vocab_size: int, drafted: Collection[int]) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,8 +72,6 @@ def save_head(network: EagleNetwork, folder: Path, *, dtype: torch.dtype | None 
             save_file(corrections, temporary / CORRECTION, metadata=metadata)
         config = {FORMAT: FORMAT_VERSION, **dataclasses.asdict(network.config)}
         (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        for path in temporary.glob("*.safetensors"):
-            shutil.copymode(temporary / CONFIG, path)  # others may read it too
 
 
 def _tensors(network: EagleNetwork, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:

@@ -98,7 +98,7 @@ class BenchFlags:
     backend: Annotated[
         str | None,
         typer.Option(
-            help="embedded (default), vllm, or the address of a server.",
+            help="embedded (default), vllm, the address of a server, or sagemaker:ENDPOINT.",
             metavar="NAME|URL",
             rich_help_panel="Engine",
         ),

@@ -25,10 +25,12 @@ class CostFlags:
     gpu: Annotated[str | None, typer.Option(help="h200, h100, a100, l4, b200 ...")] = None
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPE_BYTES))] = "bfloat16"
     draft_layers: Annotated[
-        int | None, typer.Option(help="Layers of the drafter; default: p-eagle 4, eagle3 1.")
+        int | None,
+        typer.Option(help="Layers of the drafter; default: p-eagle 4, eagle3 1.", min=1),
     ] = None
     draft_vocab: Annotated[
-        int | None, typer.Option(help="Size of the drafter's vocabulary; default: the target's.")
+        int | None,
+        typer.Option(help="Size of the drafter's vocabulary; default: the target's.", min=1),
     ] = None
     costs: Annotated[
         Path | None, typer.Option(help="Measured step times, or bench results, instead.")
