@@ -5,6 +5,7 @@
 #   make test-vllm          the tests that need vLLM, with its CPU build in .venv-vllm
 #   make check              ruff, ruff format, mypy --strict
 #   make docs               renews the generated pages and builds the site into site/, without a network
+#   make audit              the pinned packages against the list of known vulnerabilities, where it is reached
 #   make mutants            breaks the source in small ways and names those that no test notices
 #   make browser            Debian's Chromium, if there is none: `make test` then looks at reports in it
 #   make clean              removes both environments and caches of the tools
@@ -16,10 +17,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 VLLM_VENV := .venv-vllm
+AUDIT_VENV := .venv-audit
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo test test-cpus test-vllm check docs mutants browser clean
+.PHONY: demo test test-cpus test-vllm check docs audit mutants browser clean
 
 demo: $(STAMP)
 	$(BIN)/peagle demo $(ARGS)
@@ -48,6 +50,17 @@ docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	! grep -rlE '(src|srcset)="?https?://|url\(https?://' site --include='*.html' --include='*.css'
 
+# pip-audit exits with 1 both for a finding and for a list that it cannot reach; only the first writes a report.
+audit:
+	test -x $(AUDIT_VENV)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT_VENV) && \
+	  $(AUDIT_VENV)/bin/python -m pip install --quiet pip-audit; } || \
+	  { echo "pip-audit could not be installed: nothing was audited"; exit 0; }
+	rm -f $(AUDIT_VENV)/report
+	timeout 300 $(AUDIT_VENV)/bin/pip-audit --progress-spinner off --disable-pip --no-deps \
+	  --requirement constraints.txt --output $(AUDIT_VENV)/report || \
+	  { test ! -s $(AUDIT_VENV)/report && echo "the list of vulnerabilities was not reached: nothing was audited"; } || \
+	  { cat $(AUDIT_VENV)/report; exit 1; }
+
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants.py $(ARGS)
 
@@ -55,7 +68,7 @@ browser:
 	command -v chromium || { apt-get -q update && apt-get -qy install --no-install-recommends chromium; }
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
+	rm -rf $(VENV) $(VLLM_VENV) $(AUDIT_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last, so an interrupted install is done again.

@@ -38,6 +38,7 @@ LAYERS = (
     {"engine"},
     {"backends"},
     {"deploy"},
+    {"server"},
     {"prepare"},
     {"evaluate"},
     {"bench", "train"},

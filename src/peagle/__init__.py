@@ -2,6 +2,7 @@
 
 cli              the `peagle` command, one file per verb
 backends         the engines that verbs can use: the embedded one and vLLM
+server           the embedded engine behind OpenAI's HTTP API
 engine           the embedded engine: requests in, tokens out
 speculation      sampling, verification and acceptance as pure functions
 models           targets and drafters, for training and for serving

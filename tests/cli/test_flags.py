@@ -11,21 +11,30 @@ from peagle.backends.vllm.options import VllmOptions
 from peagle.cli.flags import ConfigFlags, doc_of
 from peagle.cli.flags.engine import EngineFlags
 from peagle.cli.flags.sampling import SamplingFlags
-from peagle.cli.flags.vllm import VllmFlags
+from peagle.cli.flags.server import ServerFlags
+from peagle.cli.flags.vllm import SHARED, ServedBackendFlags
 from peagle.cli.render import as_flags, naming_flags
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.errors import RequestError
 from peagle.sampling_params import SamplingParams, StructuredOutputsParams
+from peagle.server.config import ServerConfig
 
 from .fakes import FakeLLM, Shell
 
-GROUPS = {EngineFlags: EngineConfig, SamplingFlags: SamplingParams, VllmFlags: VllmOptions}
+GROUPS: dict[type[ConfigFlags], type] = {
+    EngineFlags: EngineConfig,
+    SamplingFlags: SamplingParams,
+    ServerFlags: ServerConfig,
+    ServedBackendFlags: VllmOptions,
+}
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_flags_have_the_names_and_the_help_of_the_fields_they_set(group: type[ConfigFlags]) -> None:
     config = GROUPS[group]
     for flag in group.parameters():
+        if flag.name == "backend":
+            continue
         assert flag.name in {field.name for field in fields(config)}
         doc = doc_of(config, flag.name) or doc_of(EngineConfig, flag.name)
         assert doc is not None
@@ -35,7 +44,10 @@ def test_flags_have_the_names_and_the_help_of_the_fields_they_set(group: type[Co
 def test_every_option_of_an_engine_is_a_flag() -> None:
     names = {flag.name for flag in EngineFlags.parameters()}
     assert names == {field.name for field in fields(EngineConfig)} - {"seed"}
-    assert {flag.name for flag in VllmFlags.parameters()} == {f.name for f in fields(VllmOptions)}
+    vllms = {flag.name for flag in ServedBackendFlags.parameters()} | set(SHARED)
+    assert vllms == {"backend", *(field.name for field in fields(VllmOptions))}
+    servers = {flag.name for flag in ServerFlags.parameters()} | {"host", "port"}
+    assert servers == {field.name for field in fields(ServerConfig)}
 
 
 def test_options_that_both_engines_have_are_of_one_type() -> None:

@@ -40,7 +40,7 @@ OTHER_OPTIONS = (
 )
 # Arguments of apply_chat_template that are not variables of the template.
 RENDERED_BY_TRANSFORMERS = {
-    *("tools", "documents", "continue_final_message", "tokenizer_kwargs"),
+    *("documents", "continue_final_message", "tokenizer_kwargs"),
     *("padding", "truncation", "max_length"),
 }
 
@@ -100,6 +100,9 @@ class RustTokenizer:
         asks_for_more = any(
             name in RENDERED_BY_TRANSFORMERS or name.startswith("return_") for name in variables
         )
+        # Python functions, which transformers describes as JSON schemas.
+        has_functions = any(callable(tool) for tool in variables.get("tools") or ())
+        asks_for_more = asks_for_more or has_functions
         if tokenize or not one_conversation or template is None or asks_for_more:
             return self._transformers.apply_chat_template(
                 conversation,

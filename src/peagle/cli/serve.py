@@ -6,19 +6,23 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from peagle.cli import render
 from peagle.cli.flags import expand_flags
 from peagle.cli.flags.drafter import DrafterFlags
-from peagle.cli.flags.vllm import OPTIONS, VllmFlags
+from peagle.cli.flags.engine import EngineFlags
+from peagle.cli.flags.server import ServerFlags
+from peagle.cli.flags.vllm import OPTIONS, ServedBackendFlags
 from peagle.errors import ConfigError
 
 if TYPE_CHECKING:
     from peagle.backends.vllm.arguments import VllmCommand
+    from peagle.server.config import ServerConfig
 
 VLLM_PORT = 8000  # vLLM's default
 # Other words of vLLM's for what our flags before `--` say.
@@ -43,17 +47,18 @@ ServedModel = Annotated[
 def serve(
     model: ServedModel,
     drafter: DrafterFlags,
-    vllm: VllmFlags,
+    engine: EngineFlags,
+    server: ServerFlags,
+    backend: ServedBackendFlags,
     vllm_arguments: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[-- VLLM_ARGS]", help="Anything else, for vLLM.", show_default=False
         ),
     ] = None,
-    backend: Annotated[
-        Literal["embedded", "vllm"], typer.Option(help="The engine that serves.")
-    ] = "embedded",
-    host: Annotated[str | None, typer.Option(help="Address; vLLM's default: all.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address. Embedded default: 127.0.0.1; vLLM's: all.")
+    ] = None,
     port: Annotated[
         int | None, typer.Option(help=f"Default: {VLLM_PORT}.", min=1, max=65535)
     ] = None,
@@ -61,15 +66,22 @@ def serve(
         bool, typer.Option("--print-command", help="Show the `vllm serve` line and exit.")
     ] = False,
 ) -> None:
-    """Serve a model over HTTP until Ctrl-C."""
-    if backend == "embedded":
-        raise ConfigError("the embedded engine has no HTTP server yet", hint="add --backend vllm")
+    """Serve a model over HTTP until Ctrl-C, with OpenAI's API."""
+    options = backend.vllm_options(engine)
+    if options is None:
+        if print_command or vllm_arguments:
+            raise ConfigError(
+                "--print-command and what follows after `--` are vLLM's", hint="add --backend vllm"
+            )
+        _serve_embedded(model, drafter, engine, server.config(host, port))
+        return
+    _refuse_embedded_flags(engine, server)
     from peagle.backends.vllm.arguments import build_command
 
     command = build_command(
         model,
         drafter=drafter.given(),
-        options=vllm.options(),
+        options=options,
         extra=[*_address_words(host, port), *_checked_words(vllm_arguments or [])],
         fetch=not print_command,
     )
@@ -79,6 +91,30 @@ def serve(
         _print(command)
     else:
         _run(command, host, VLLM_PORT if port is None else port)
+
+
+def _serve_embedded(
+    model: str, drafter: DrafterFlags, engine: EngineFlags, config: ServerConfig
+) -> None:
+    try:
+        from peagle.server.serving import serve as run_server
+    except ImportError as error:
+        raise ConfigError(
+            f"the HTTP server needs {error.name}", hint="pip install 'peagle[server]'"
+        ) from None
+    ready_when_warm = replace(engine.config(), warm_up=True)
+    received = run_server(model, config, ready_when_warm, drafter.config(), render.note)
+    if received == signal.SIGINT:
+        raise KeyboardInterrupt
+
+
+def _refuse_embedded_flags(engine: EngineFlags, server: ServerFlags) -> None:
+    for name in (*engine.given, *server.given):
+        if name not in OPTIONS:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is an option of the embedded engine's alone",
+                hint="drop it; vLLM's own flags follow after `--`",
+            )
 
 
 def _address_words(host: str | None, port: int | None) -> list[str]:

@@ -92,18 +92,23 @@ class PromptAnswers:
         if self.finished:
             self.metrics.finished_time = monotonic()
 
-    def output(self) -> RequestOutput:
-        """A snapshot; text that may still become a stop string is held back."""
+    @property
+    def stats(self) -> SpecDecodeStats:
+        """Over all answers."""
         stats = SpecDecodeStats()
         for answer in self.answers:
             stats.merge(answer.request.stats)
+        return stats
+
+    def output(self) -> RequestOutput:
+        """A snapshot; text that may still become a stop string is held back."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=[self._completion(i, a) for i, a in enumerate(self.answers)],
             finished=self.finished,
-            stats=stats,
+            stats=self.stats,
             metrics=self.metrics,
             num_cached_tokens=self.answers[0].request.num_cached_tokens,
         )

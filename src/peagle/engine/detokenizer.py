@@ -86,6 +86,15 @@ class Detokenizer:
         self.token_ids.append(token_id)
         return self._decode_next() if self.stop else None
 
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Adds tokens up to the first whose text completes a stop string."""
+        if not self.stop:
+            self.token_ids += token_ids
+            return
+        for token_id in token_ids:
+            if self.append(token_id) is not None:
+                return
+
     def finish(self) -> StopMatch | None:
         """Adds what was held back for an unfinished character; it may hold a stop string."""
         self._finished = True
@@ -93,8 +102,8 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        while not self._finished and self._tried < len(self.token_ids):
-            self._decode_next()
+        if not self._finished and self._tried < len(self.token_ids):
+            self._decode_all()
         if self._finished and self._read < len(self.token_ids) and not self.stop:
             self._add(self._unread(len(self.token_ids)))
         return self._text
@@ -109,6 +118,16 @@ class Detokenizer:
             if any(s.startswith(tail) for s in self.stop):
                 return text[:-held]
         return text
+
+    def _decode_all(self) -> None:
+        """All tokens that are left at once, or, where they end in an unfinished character, one by
+        one: what comes before it is shown."""
+        fresh = self._unread(len(self.token_ids))
+        if fresh and not fresh.endswith(REPLACEMENT):
+            self._tried = len(self.token_ids)
+            self._add(fresh)
+        while self._tried < len(self.token_ids):
+            self._decode_next()
 
     def _decode_next(self) -> StopMatch | None:
         """Decodes up to the first token that was not yet."""

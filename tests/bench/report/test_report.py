@@ -29,9 +29,9 @@ from peagle.bench.report.verdict import (
     sentences,
 )
 from peagle.bench.results.document import Agreement, Lossless, Results
+from tests.browser import Browser, find_browser, started_browser
 
 from ..made import make_cell, make_lossless, make_results, make_samples, modelled_grid
-from .browser import Browser, find_browser, started_browser
 
 HOSTILE = (
     '</pre><script>document.title="owned"</script>',

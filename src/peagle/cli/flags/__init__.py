@@ -9,6 +9,7 @@ drafter   which drafter runs
 engine    sizes and limits of the engine
 vllm      which engine answers, and what only vLLM is told
 deploy    where and how a model is deployed
+server    what the embedded HTTP server is told
 bench     the keys of BenchPlan
 simulate  where step times come from
 """

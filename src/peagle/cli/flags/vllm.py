@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -22,7 +22,7 @@ SERVED_ALONE = ("async_scheduling", "stream_interval")  # they are about a serve
 
 
 class VllmFlags(ConfigFlags):
-    """All of vLLM's options that we know, for `peagle serve`; what is not given is vLLM's."""
+    """All of vLLM's options that we know, for a vLLM elsewhere; what is not given is vLLM's."""
 
     @classmethod
     def parameters(cls) -> list[inspect.Parameter]:
@@ -34,6 +34,8 @@ class VllmFlags(ConfigFlags):
 
 class BackendFlags(ConfigFlags):
     """`--backend`, and options that the embedded engine does not have."""
+
+    left_out: ClassVar[tuple[str, ...]] = (*SHARED, *SERVED_ALONE)
 
     def __init__(self, *, backend: BackendName, **values: Any) -> None:
         super().__init__(**values)
@@ -48,7 +50,7 @@ class BackendFlags(ConfigFlags):
             default="embedded",
             annotation=Annotated[BackendName, option],
         )
-        names = [name for name in OPTIONS if name not in (*SHARED, *SERVED_ALONE)]
+        names = [name for name in OPTIONS if name not in cls.left_out]
         return [backend, *(_flag(name) for name in names)]
 
     def vllm_options(self, engine: EngineFlags) -> VllmOptions | None:
@@ -62,6 +64,12 @@ class BackendFlags(ConfigFlags):
                 f"{name}={self.given[name]} is an option that only vLLM has", hint=hint
             )
         return None
+
+
+class ServedBackendFlags(BackendFlags):
+    """The same for `peagle serve`."""
+
+    left_out = SHARED
 
 
 def _flag(name: str) -> inspect.Parameter:

@@ -57,14 +57,14 @@ class Browser:
                 return result
             self.events.append(answer)
 
-    def open(self, path: Path, *, width: int, height: int = 844) -> None:
-        """Shows a file on a screen of that width; a narrow one is a phone's."""
+    def open(self, page: Path | str, *, width: int, height: int = 844) -> None:
+        """Shows a file or an address on a screen of that width; a narrow one is a phone's."""
         self.events.clear()
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=width < 640,
         )  # fmt: skip
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self._receive())
 

@@ -1,0 +1,310 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+import peagle
+from peagle.engine.prompts import TokenizedPrompt, check_tokens
+from peagle.errors import RequestError
+from peagle.sampling_params import SamplingParams
+from peagle.server.async_llm import AsyncLLM, Generation
+from peagle.server.config import ServerConfig
+from peagle.server.engine_loop import Ready
+from peagle.server.errors import ApiError, misfit, refusal
+from peagle.server.guards import Guards
+from peagle.server.metrics import ServerMetrics
+from peagle.server.page import page
+from peagle.server.params import chat_params, completion_params, forces_a_call
+from peagle.server.prompts import PromptRenderer
+from peagle.server.protocol import (
+    ChatCompletion,
+    ChatCompletionRequest,
+    Completion,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    Drafter,
+    ErrorAnswer,
+    ModelCard,
+    ModelList,
+    SamplingBody,
+    StreamOptions,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from peagle.server.responses import ChatWriter, CompletionWriter, respond
+
+
+@dataclass(eq=False)
+class Service:
+    """What the routes have in common."""
+
+    names: Sequence[str]  # of the model; requests may use any, answers show the first
+    config: ServerConfig
+    llm: AsyncLLM
+    renderer: PromptRenderer
+    metrics: ServerMetrics
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def ready(self) -> Ready:
+        """Raises ApiError while the model is loading, and where the engine has stopped."""
+        self.llm.check_ready()
+        assert self.llm.ready is not None
+        return self.llm.ready
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            message = f"the model does not exist; this server has {self.names[0]}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def generate(
+        self,
+        request: Request,
+        body: SamplingBody,
+        prompts: list[TokenizedPrompt],
+        params: SamplingParams,
+    ) -> Generation:
+        """Opens the request, if the engine can serve it."""
+        ready, num_answers = self.ready, len(prompts) * params.n
+        if num_answers > self.config.max_n:
+            most = self.config.max_n
+            raise ApiError(400, f"{num_answers} answers are asked for; the most are {most}")
+        for prompt in prompts:
+            _check_length(prompt, ready)
+            check_tokens(
+                prompt.token_ids,
+                params,
+                max_model_len=ready.max_model_len,
+                vocab_size=ready.vocab_size,
+            )
+        asked = body.speculative
+        shows_drafts = asked is not None and asked.show_drafts
+        generation = self.llm.generate(prompts, params, shows_drafts=shows_drafts)
+        request.state.generation = generation
+        return generation
+
+
+def make_app(service: Service, api_key: str | None = None) -> FastAPI:
+    app = FastAPI(
+        title="peagle",
+        version=peagle.__version__,
+        docs_url=None,  # its pages load scripts from elsewhere
+        redoc_url=None,
+        lifespan=_lifespan,
+    )
+    app.state.service = service
+    app.include_router(router)
+    for kind, handler in HANDLERS.items():
+        app.add_exception_handler(kind, handler)
+    config = service.config
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    app.add_middleware(
+        Guards,
+        api_key=api_key,
+        max_body_bytes=config.max_body_bytes,
+        only_local_hosts=config.is_loopback and api_key is None,
+        log_requests=config.log_requests,
+        observe=service.metrics.observe_http,
+    )
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    service: Service = app.state.service
+    service.metrics.watch(service.llm)
+    service.llm.start()
+    try:
+        yield
+    finally:
+        service.llm.close()
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+Served = Annotated[Service, Depends(_service)]
+router = APIRouter()
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorAnswer} for status in (400, 401, 404, 413, 429, 500, 503, 504)
+}
+
+
+@router.post("/v1/chat/completions", response_model=ChatCompletion, responses=REFUSALS)
+async def chat_completions(
+    body: ChatCompletionRequest, request: Request, service: Served
+) -> Response:
+    """An answer to a conversation, by the model's chat template."""
+    service.check_model(body.model)
+    params = chat_params(body, service.config)
+    reads_tools, is_call = bool(body.tools) and body.tool_choice != "none", forces_a_call(body)
+    if body.tools:
+        service.renderer.check_tools(reads_marks=reads_tools and not is_call)
+    prompt = await service.renderer.conversation(
+        body.messages, body.tools, body.chat_template_kwargs
+    )
+    writer = ChatWriter(
+        f"chatcmpl-{uuid.uuid4().hex}",
+        service.names[0],
+        service.generate(request, body, [prompt], params),
+        service.renderer.tokenizer,
+        body.stream_options or StreamOptions(),
+        bool(body.return_token_ids),
+        reads_tools=reads_tools,
+        one_tool_call=body.parallel_tool_calls is False,
+        is_call=is_call,
+    )
+    return await respond(writer, request.receive, stream=bool(body.stream))
+
+
+@router.post("/v1/completions", response_model=Completion, responses=REFUSALS)
+async def completions(body: CompletionRequest, request: Request, service: Served) -> Response:
+    """The text that follows a prompt."""
+    service.check_model(body.model)
+    params = completion_params(body, service.config)
+    prompts = await service.renderer.completion(body)
+    writer = CompletionWriter(
+        f"cmpl-{uuid.uuid4().hex}",
+        service.names[0],
+        service.generate(request, body, prompts, params),
+        service.renderer.tokenizer,
+        body.stream_options or StreamOptions(),
+        bool(body.return_token_ids),
+        echoes=bool(body.echo),
+    )
+    return await respond(writer, request.receive, stream=bool(body.stream))
+
+
+@router.get("/v1/models", response_model=ModelList, responses=REFUSALS)
+async def models(service: Served) -> ModelList:
+    """The one model, under the name that requests use."""
+    ready, name = service.ready, service.names[0]
+    drafter = None
+    if ready.num_speculative_tokens:
+        drafter = Drafter(method=ready.method, num_speculative_tokens=ready.num_speculative_tokens)
+    card = ModelCard(
+        id=name,
+        created=service.created,
+        root=name,
+        max_model_len=ready.max_model_len,
+        drafter=drafter,
+    )
+    return ModelList(data=[card])
+
+
+@router.post(
+    "/tokenize",
+    response_model=TokenizeResponse,
+    response_model_exclude_unset=True,
+    responses=REFUSALS,
+)
+async def tokenize(body: TokenizeRequest, service: Served) -> TokenizeResponse:
+    """Token ids of a text, or of a conversation by the model's chat template."""
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages")
+    renderer = service.renderer
+    if body.messages is not None:
+        prompt = await renderer.conversation(body.messages, body.tools, body.chat_template_kwargs)
+    else:
+        prompt = await renderer.encode(body.prompt or "", body.add_special_tokens)
+    tokens, length = prompt.token_ids, service.ready.max_model_len
+    answer = TokenizeResponse(count=len(tokens), max_model_len=length, tokens=tokens)
+    if body.return_token_strs:
+        answer.token_strs = [renderer.decode([token]) for token in tokens]
+    return answer
+
+
+@router.post("/detokenize", response_model=DetokenizeResponse, responses=REFUSALS)
+async def detokenize(body: DetokenizeRequest, service: Served) -> DetokenizeResponse:
+    """The text of token ids."""
+    service.check_model(body.model)
+    size = service.ready.vocab_size
+    if any(token >= size for token in body.tokens):
+        raise ApiError(400, f"a token id is not in the vocabulary of {size}", param="tokens")
+    return DetokenizeResponse(prompt=service.renderer.decode(body.tokens))
+
+
+@router.get("/health", responses={503: {"model": ErrorAnswer}})
+async def health(service: Served) -> Response:
+    """200 once the model is loaded and warm."""
+    service.llm.check_ready()
+    return Response()
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    return {"version": peagle.__version__}
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(service: Served) -> Response:
+    """For Prometheus."""
+    return Response(service.metrics.page(), media_type=service.metrics.content_type)
+
+
+@router.get("/", response_class=HTMLResponse, include_in_schema=False)
+async def front_page() -> HTMLResponse:
+    html, policy = page()
+    return HTMLResponse(html, headers={"Content-Security-Policy": policy})
+
+
+def _check_length(prompt: TokenizedPrompt, ready: Ready) -> None:
+    count = len(prompt.token_ids)
+    if count >= ready.max_model_len:
+        message = f"the prompt has {count} tokens, the context of this model {ready.max_model_len}"
+        raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+
+
+async def _on_api_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    return error.response
+
+
+async def _on_refusal(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestError)
+    return refusal(error).response
+
+
+async def _on_misfit(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return misfit(error.errors()).response
+
+
+async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    return ApiError(error.status_code, str(error.detail), headers=error.headers).response
+
+
+async def _on_our_mistake(request: Request, error: Exception) -> JSONResponse:
+    return ApiError(500, "internal error; the server's log has it under the request id").response
+
+
+HANDLERS = {
+    ApiError: _on_api_error,
+    RequestError: _on_refusal,
+    RequestValidationError: _on_misfit,
+    HTTPException: _on_http_error,
+    Exception: _on_our_mistake,
+}

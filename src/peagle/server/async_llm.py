@@ -1,0 +1,357 @@
+"""Open requests of many clients, for one event loop: the HTTP side of the engine's loop.
+
+Everything here runs in the event loop's thread, but for sending: a long prompt may fill the
+connection's buffer, and the loop has to read meanwhile, or both sides would wait for each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, NamedTuple
+
+from peagle.engine.detokenizer import Detokenizer, Tokenizer
+from peagle.engine.prompts import TokenizedPrompt
+from peagle.outputs import FinishReason
+from peagle.sampling_params import SamplingParams
+from peagle.server.engine_loop import (
+    Abort,
+    AnswerNews,
+    EngineStatus,
+    Failed,
+    Ready,
+    Refused,
+    Report,
+    RequestNews,
+    Submit,
+)
+from peagle.server.errors import ApiError
+from peagle.speculation.statistics import SpecDecodeStats
+
+if TYPE_CHECKING:
+    from peagle.engine.request import TokenLogprobs
+
+GONE = Failed("the engine's process has ended")
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one answer got since it was last asked for."""
+
+    choice: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    drafts: list[Piece] | None  # the text in pieces, where the request asks for them
+
+
+class Piece(NamedTuple):
+    """Text that accepted drafts gave, or the target itself. A character of several tokens belongs
+    to the last of them."""
+
+    text: str
+    drafted: bool
+
+
+@dataclass(eq=False)
+class GrowingText:
+    """The text of one answer: what no later token can take back, and at its end all of it."""
+
+    detokenizer: Detokenizer
+    num_shown: int = 0  # characters
+
+    def add(self, news: AnswerNews) -> str:
+        """-> the text that became certain. A stop string is found at the same token as by the
+        engine, which looks for it in the same way."""
+        self.detokenizer.extend(self._with_text(news))
+        return self._fresh(ended=news.finish_reason is not None)
+
+    def pieces(self, news: AnswerNews) -> list[Piece]:
+        """The same in pieces: a step's tokens are drafts up to the last, which is the target's."""
+        token_ids, pieces = self._with_text(news), []
+        own = set(itertools.accumulate(news.tokens_per_step))
+        for count, token in enumerate(token_ids, start=1):
+            self.detokenizer.append(token)
+            pieces.append(Piece(self._fresh(ended=False), count not in own))
+        if news.finish_reason is not None:
+            pieces.append(Piece(self._fresh(ended=True), drafted=False))
+        return [piece for piece in pieces if piece.text]
+
+    def _with_text(self, news: AnswerNews) -> list[int]:
+        """A token that ends the answer adds no text unless stops are included."""
+        by_token = news.finish_reason == "stop" and not isinstance(news.stop_reason, str)
+        drops_last = by_token and not self.detokenizer.include_stop
+        return news.token_ids[:-1] if drops_last else news.token_ids
+
+    def _fresh(self, *, ended: bool) -> str:
+        if ended:
+            self.detokenizer.finish()
+        text = self.detokenizer.text if ended else self.detokenizer.stable_text
+        fresh = text[self.num_shown :]
+        self.num_shown = max(self.num_shown, len(text))
+        return fresh
+
+
+@dataclass(eq=False)
+class Generation:
+    """The answers to one HTTP request: one or more prompts, each with n answers."""
+
+    params: SamplingParams
+    prompts: Sequence[TokenizedPrompt]
+    texts: list[GrowingText]  # of choice i: answer i % n to prompt i // n
+    cancel: Callable[[Generation], None]
+    shows_drafts: bool = False
+    arrived: float = field(default_factory=time.monotonic)
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0  # of prompts whose answers are finished
+    stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
+    keys: list[int] = field(default_factory=list)  # of its prompts, in their order
+    num_unfinished: int = 0  # prompts
+    error: ApiError | None = None
+    timer: asyncio.TimerHandle | None = None
+    _news: list[tuple[int, AnswerNews]] = field(default_factory=list)  # with the prompt's number
+    _has_news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    @property
+    def finished(self) -> bool:
+        return not self.num_unfinished and not self._news
+
+    async def next(self) -> list[Delta]:
+        """Waits for news; nothing once all answers are finished. Raises ApiError."""
+        while not self._news and self.num_unfinished and self.error is None:
+            self._has_news.clear()
+            await self._has_news.wait()
+        if self.error is not None:
+            raise self.error
+        news, self._news = self._news, []
+        return [self._delta(number, one) for number, one in news]
+
+    def close(self) -> None:
+        """Gives up what is not finished. May be called twice."""
+        self.cancel(self)
+
+    def take(self, number: int, news: RequestNews) -> None:
+        for one in news.answers:
+            self._news.append((number, one))
+            self.num_output_tokens += len(one.token_ids)
+        if news.stats is not None:
+            self.stats.merge(news.stats)
+            self.num_cached_tokens += news.num_cached_tokens
+            self.num_preemptions += news.num_preemptions
+            self.num_unfinished -= 1
+        self._has_news.set()
+
+    def fail(self, error: ApiError) -> None:
+        self.error = error
+        self._has_news.set()
+
+    def _delta(self, number: int, news: AnswerNews) -> Delta:
+        if news.error is not None:
+            raise ApiError(500, news.error)
+        choice = number * self.params.n + news.number
+        pieces = self.texts[choice].pieces(news) if self.shows_drafts else None
+        text = self.texts[choice].add(news) if pieces is None else "".join(p.text for p in pieces)
+        return Delta(
+            choice,
+            text,
+            news.token_ids,
+            news.logprobs,
+            news.finish_reason,
+            news.stop_reason,
+            pieces,
+        )
+
+
+class AsyncLLM:
+    """`max_waiting`: answers that may be open beside those that the engine runs at once."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        decoder: Tokenizer,
+        *,
+        max_waiting: int,
+        timeout: float,
+        observe: Callable[[Generation, RequestNews], None] = lambda generation, news: None,
+    ) -> None:
+        self._connection, self._decoder = connection, decoder
+        self._max_waiting, self._timeout, self._observe = max_waiting, timeout, observe
+        self._keys = itertools.count()
+        self._open: dict[int, tuple[Generation, int]] = {}  # with the prompt's number
+        self._num_answers = 0
+        self._to_send: queue.SimpleQueue[Submit | Abort | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send_all, daemon=True)
+        self._changed = asyncio.Event()
+        self.ready: Ready | None = None
+        self.failure: Failed | None = None
+        self.status = EngineStatus(0, 0, 0, 0, 0, SpecDecodeStats())
+
+    def start(self) -> None:
+        self._sender.start()
+        asyncio.get_running_loop().add_reader(self._connection.fileno(), self._read)
+
+    def close(self) -> None:
+        """Ends the engine's loop. Requests that are open fail."""
+        if self.failure is None:
+            self._fail(Failed("the server is shutting down"))
+        self._to_send.put(None)
+        self._sender.join()
+        self._connection.close()
+
+    def check_ready(self) -> None:
+        """Raises ApiError where no request can be served now."""
+        if self.failure is not None:
+            raise ApiError(503, "the engine has stopped")
+        if self.ready is None:
+            raise ApiError(503, "the model is loading", headers={"Retry-After": "5"})
+
+    async def wait_until_ready(self) -> Ready:
+        """Raises ApiError where the engine fails before."""
+        while self.ready is None:
+            if self.failure is not None:
+                raise ApiError(503, "the engine has stopped")
+            self._changed.clear()
+            await self._changed.wait()
+        return self.ready
+
+    async def wait_for_failure(self) -> Failed:
+        while self.failure is None:
+            self._changed.clear()
+            await self._changed.wait()
+        return self.failure
+
+    @property
+    def num_open(self) -> int:
+        """Answers, running or waiting."""
+        return self._num_answers
+
+    def generate(
+        self,
+        prompts: Sequence[TokenizedPrompt],
+        params: SamplingParams,
+        *,
+        shows_drafts: bool = False,
+    ) -> Generation:
+        """Queues the prompts; raises ApiError where there is no room for them. Who calls it has
+        to close what it gets."""
+        self.check_ready()
+        self._check_room(len(prompts) * params.n)
+        texts = [GrowingText(self._detokenizer(params)) for _ in range(len(prompts) * params.n)]
+        generation = Generation(params, prompts, texts, self._cancel, shows_drafts)
+        self._num_answers += len(texts)
+        generation.num_unfinished = len(prompts)
+        for number, prompt in enumerate(prompts):
+            key = next(self._keys)
+            generation.keys.append(key)
+            self._open[key] = generation, number
+            self._to_send.put(Submit(key, prompt.token_ids, params))
+        loop = asyncio.get_running_loop()
+        generation.timer = loop.call_later(self._timeout, self._expire, generation)
+        return generation
+
+    def _check_room(self, num_answers: int) -> None:
+        assert self.ready is not None
+        most = self.ready.max_num_seqs + self._max_waiting
+        if self._num_answers + num_answers > most:
+            raise ApiError(
+                429,
+                f"the server is busy: {self._num_answers} answers are open, of at most {most}",
+                code="rate_limit_exceeded",
+                headers={"Retry-After": "1"},
+            )
+
+    def _detokenizer(self, params: SamplingParams) -> Detokenizer:
+        return Detokenizer(
+            self._decoder,
+            params.stop_strings,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+
+    def _read(self) -> None:
+        """Called by the event loop where the connection has something. One message at a time:
+        what it brought is written to clients before the next is read, and meanwhile the engine
+        gathers more for it."""
+        try:
+            self._take(self._connection.recv())
+        except (EOFError, OSError):
+            self._fail(GONE)
+
+    def _take(self, message: Ready | Failed | Report) -> None:
+        if isinstance(message, Ready):
+            self.ready = message
+            self._changed.set()
+        elif isinstance(message, Failed):
+            self._fail(message)
+        else:
+            self._take_report(message)
+
+    def _take_report(self, report: Report) -> None:
+        if report.status is not None:
+            self.status = report.status
+        for news in report.news:
+            if news.key in self._open:  # else it was cancelled meanwhile
+                generation, number = self._open[news.key]
+                generation.take(number, news)
+                if news.stats is not None:
+                    self._forget(news.key)
+                self._observe(generation, news)
+        for refused in report.refused:
+            if refused.key in self._open:
+                self._open[refused.key][0].fail(_refusal(refused))
+
+    def _fail(self, failure: Failed) -> None:
+        """The first reason is the one that counts."""
+        if self.failure is not None:
+            return
+        asyncio.get_running_loop().remove_reader(self._connection.fileno())
+        self.failure = failure
+        self._changed.set()
+        for generation, _ in list(self._open.values()):
+            generation.fail(ApiError(500, "the engine has stopped"))
+
+    def _expire(self, generation: Generation) -> None:
+        if generation.num_unfinished:
+            message = f"the answer took longer than {self._timeout:g} seconds"
+            generation.fail(ApiError(504, message, code="timeout"))
+
+    def _cancel(self, generation: Generation) -> None:
+        for key in generation.keys:
+            if key in self._open:
+                self._to_send.put(Abort(key))
+                self._forget(key)
+        if generation.timer is not None:
+            generation.timer.cancel()
+
+    def _forget(self, key: int) -> None:
+        generation, _ = self._open.pop(key)
+        self._num_answers -= generation.params.n
+
+    def _send_all(self) -> None:
+        """The sender's thread. A connection that breaks is noticed by the reader."""
+        while (command := self._to_send.get()) is not None:
+            try:
+                self._connection.send(command)
+            except OSError:
+                return
+
+
+def _refusal(refused: Refused) -> ApiError:
+    hint = f"; {refused.hint}" if refused.hint else ""
+    return ApiError(400, f"{refused.message}{hint}")

@@ -1,0 +1,69 @@
+"""Errors in OpenAI's shape, with their status. No message holds text of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi.responses import JSONResponse
+
+from peagle.errors import RequestError
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """An answer other than the one that was asked for."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def document(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "internal_server_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    @property
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.document, self.status, self.headers)
+
+
+def refusal(error: RequestError, param: str | None = None) -> ApiError:
+    """What the engine, a tokenizer or SamplingParams refuse."""
+    hint = f"; {error.hint}" if error.hint else ""
+    return ApiError(400, f"{error.message}{hint}", param=param)
+
+
+def misfit(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """A body that does not fit its model: pydantic's first error, without the value."""
+    first = errors[0]
+    path = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return ApiError(400, "the body is not valid JSON")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"unknown parameter {path[-1][:64]!r}", param=".".join(path))
+    where = ".".join(path) or "the body"
+    said = str(first["msg"]).removeprefix("Value error, ")
+    return ApiError(400, f"{where}: {said}", param=".".join(path) or None)

@@ -1,0 +1,402 @@
+"""Answers and streams of server-sent events, from an open request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from peagle.server.async_llm import Delta, Generation
+from peagle.server.errors import ApiError
+from peagle.server.protocol import (
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessage,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    DraftedText,
+    Metrics,
+    PromptTokensDetails,
+    SpeculativeDecoding,
+    StreamOptions,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from peagle.server.tool_calls import ToolCallReader
+from peagle.speculation.statistics import SpecDecodeStats
+
+if TYPE_CHECKING:
+    from peagle.engine.request import TokenLogprobs
+
+LOWEST_LOGPROB = -9999.0  # for -inf, which JSON has no word for; vLLM writes the same
+DONE = b"data: [DONE]\n\n"
+CLIENT_HAS_GONE = 499  # nobody reads it, but logs and metrics
+
+
+@dataclass(eq=False)
+class AnswerWriter(ABC):
+    """Writes one generation's answers in one of the two shapes, whole or as events."""
+
+    request_id: str
+    model: str
+    generation: Generation
+    tokenizer: Any
+    options: StreamOptions = field(default_factory=StreamOptions)
+    shows_token_ids: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @abstractmethod
+    def chunk(self, delta: Delta) -> list[Completion] | list[ChatCompletion]:
+        """The chunks that tell what one answer got."""
+
+    @abstractmethod
+    def whole(self, deltas: Sequence[Delta]) -> Completion | ChatCompletion:
+        """All answers at once, one delta each."""
+
+    @abstractmethod
+    def without_choices(self) -> Completion | ChatCompletion:
+        """A chunk that holds only figures."""
+
+    def events(self, deltas: Sequence[Delta]) -> bytes:
+        told = [delta for delta in deltas if self._says_something(delta)]
+        chunks = [chunk for delta in told for chunk in self.chunk(delta)]
+        if self.options.continuous_usage_stats and self.options.include_usage:
+            for chunk in chunks:
+                chunk.usage = self.usage()
+        return b"".join(map(_event, chunks))
+
+    def last_events(self) -> bytes:
+        if not self.options.include_usage:
+            return DONE
+        chunk = self.without_choices()
+        chunk.usage, chunk.metrics = self.usage(), self.metrics()
+        return _event(chunk) + DONE
+
+    def usage(self) -> Usage:
+        generation = self.generation
+        prompt, completion = generation.num_prompt_tokens, generation.num_output_tokens
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=generation.num_cached_tokens),
+        )
+
+    def metrics(self) -> Metrics:
+        generation, now = self.generation, time.monotonic()
+        first = generation.first_token_at
+        metrics = Metrics(
+            time_to_first_token=None if first is None else first - generation.arrived,
+            e2e_latency=now - generation.arrived,
+        )
+        if generation.stats.num_drafts:
+            metrics.speculative_decoding = _speculative_decoding(generation.stats)
+        return metrics
+
+    def finish_reason(self, delta: Delta) -> str | None:
+        return delta.finish_reason
+
+    def _says_something(self, delta: Delta) -> bool:
+        """Not if its text may still become a stop string, or is not a whole character."""
+        shows_tokens = self.shows_token_ids or self.generation.params.logprobs is not None
+        return bool(delta.text) or delta.finish_reason is not None or shows_tokens
+
+    def _extras(self, delta: Delta) -> dict[str, Any]:
+        """vLLM's keys of a choice, and ours."""
+        extras: dict[str, Any] = {}
+        if delta.finish_reason is not None:
+            extras["stop_reason"] = delta.stop_reason
+        if self.shows_token_ids:
+            extras["token_ids"] = delta.token_ids
+        if delta.drafts is not None:
+            extras["drafts"] = [DraftedText(text=p.text, drafted=p.drafted) for p in delta.drafts]
+        return extras
+
+    def _decoded(self, token: int) -> str:
+        text: str = self.tokenizer.decode([token])
+        return text
+
+
+@dataclass(eq=False)
+class CompletionWriter(AnswerWriter):
+    echoes: bool = False
+    _num_characters: dict[int, int] = field(default_factory=dict)  # of each choice so far
+    _started: set[int] = field(default_factory=set)
+
+    def chunk(self, delta: Delta) -> list[Completion]:
+        return [self._completion([self._choice(delta)])]
+
+    def whole(self, deltas: Sequence[Delta]) -> Completion:
+        document = self._completion([self._choice(delta) for delta in deltas])
+        document.usage, document.metrics = self.usage(), self.metrics()
+        return document
+
+    def without_choices(self) -> Completion:
+        return self._completion([])
+
+    def _completion(self, choices: list[CompletionChoice]) -> Completion:
+        return Completion(
+            id=self.request_id,
+            object="text_completion",
+            created=self.created,
+            model=self.model,
+            choices=choices,
+        )
+
+    def _choice(self, delta: Delta) -> CompletionChoice:
+        extras, text = self._extras(delta), delta.text
+        if delta.choice not in self._started:
+            self._started.add(delta.choice)
+            prompt = self.generation.prompts[delta.choice // self.generation.params.n]
+            if self.shows_token_ids:
+                extras["prompt_token_ids"] = prompt.token_ids
+            if self.echoes:
+                shown = prompt.text
+                text = (self.tokenizer.decode(prompt.token_ids) if shown is None else shown) + text
+        return CompletionChoice(
+            index=delta.choice,
+            text=text,
+            logprobs=self._logprobs(delta),
+            finish_reason=self.finish_reason(delta),
+            **extras,
+        )
+
+    def _logprobs(self, delta: Delta) -> CompletionLogprobs | None:
+        if self.generation.params.logprobs is None:
+            return None
+        tokens = [self._decoded(entry.token_ids[0]) for entry in delta.logprobs]
+        offsets, at = [], self._num_characters.get(delta.choice, 0)
+        for token in tokens:
+            offsets.append(at)
+            at += len(token)
+        self._num_characters[delta.choice] = at
+        return CompletionLogprobs(
+            text_offset=offsets,
+            token_logprobs=[_finite(entry.logprobs[0]) for entry in delta.logprobs],
+            tokens=tokens,
+            top_logprobs=[
+                {
+                    self._decoded(token): _finite(value)
+                    for token, value in zip(entry.token_ids, entry.logprobs, strict=True)
+                }
+                for entry in delta.logprobs
+            ],
+        )
+
+
+@dataclass(eq=False)
+class ChatWriter(AnswerWriter):
+    reads_tools: bool = False
+    one_tool_call: bool = False
+    is_call: bool = False  # the whole answer
+    _tool_readers: dict[int, ToolCallReader] = field(default_factory=dict)
+    _started: set[int] = field(default_factory=set)
+
+    def chunk(self, delta: Delta) -> list[ChatCompletion]:
+        chunks = []
+        if delta.choice not in self._started:
+            self._started.add(delta.choice)
+            first = ChatMessage(role="assistant", content="")
+            choice = ChatChoice(index=delta.choice, delta=first, logprobs=None, finish_reason=None)
+            chunks.append(self._completion([choice], "chat.completion.chunk"))
+            if self.shows_token_ids:
+                prompt = self.generation.prompts[delta.choice // self.generation.params.n]
+                chunks[0].prompt_token_ids = prompt.token_ids
+        message = self._message(delta)
+        choice = ChatChoice(
+            index=delta.choice,
+            delta=message,
+            logprobs=self._logprobs(delta),
+            finish_reason=self.finish_reason(delta),
+            **self._extras(delta),
+        )
+        return [*chunks, self._completion([choice], "chat.completion.chunk")]
+
+    def whole(self, deltas: Sequence[Delta]) -> ChatCompletion:
+        document = self._completion([self._choice(delta) for delta in deltas], "chat.completion")
+        document.usage, document.metrics = self.usage(), self.metrics()
+        if self.shows_token_ids:
+            document.prompt_token_ids = self.generation.prompts[0].token_ids
+        return document
+
+    def without_choices(self) -> ChatCompletion:
+        return self._completion([], "chat.completion.chunk")
+
+    def finish_reason(self, delta: Delta) -> str | None:
+        reader = self._tool_readers.get(delta.choice)
+        called = delta.finish_reason == "stop" and reader is not None and reader.num_calls
+        return "tool_calls" if called else delta.finish_reason
+
+    def _completion(self, choices: list[ChatChoice], kind: Any) -> ChatCompletion:
+        return ChatCompletion(
+            id=self.request_id, object=kind, created=self.created, model=self.model, choices=choices
+        )
+
+    def _choice(self, delta: Delta) -> ChatChoice:
+        message = self._message(delta)
+        message.role = "assistant"
+        message.content = message.content or (None if message.tool_calls else "")
+        for call in message.tool_calls or ():
+            call.index = None
+            call.model_fields_set.discard("index")  # streams alone number them
+        return ChatChoice(
+            index=delta.choice,
+            message=message,
+            logprobs=self._logprobs(delta),
+            finish_reason=self.finish_reason(delta),
+            **self._extras(delta),
+        )
+
+    def _message(self, delta: Delta) -> ChatMessage:
+        if not self.reads_tools:
+            return ChatMessage(content=delta.text)
+        reader = self._tool_readers.setdefault(
+            delta.choice, ToolCallReader(self.one_tool_call, self.is_call)
+        )
+        found = reader.add(delta.text, ended=delta.finish_reason is not None)
+        message = ChatMessage(content=found.content)
+        if found.calls:
+            message.tool_calls = found.calls
+        return message
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        if self.generation.params.logprobs is None:
+            return None
+        return ChatLogprobs(content=[self._token_logprob(entry) for entry in delta.logprobs])
+
+    def _token_logprob(self, entry: TokenLogprobs) -> TokenLogprob:
+        named = [
+            self._top_logprob(token, value)
+            for token, value in zip(entry.token_ids, entry.logprobs, strict=True)
+        ]
+        own, best = named[0], named[1:]
+        return TokenLogprob(
+            token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=best
+        )
+
+    def _top_logprob(self, token: int, logprob: float) -> TopLogprob:
+        text = self._decoded(token)
+        return TopLogprob(token=text, logprob=_finite(logprob), bytes=list(text.encode()))
+
+
+class EventStream(Response):
+    """A stream of server-sent events. A client that goes away ends its request."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, writer: AnswerWriter, first: Sequence[Delta]) -> None:
+        self.status_code, self.background = 200, None
+        self.init_headers()
+        self._writer, self._first = writer, first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_disconnected(receive, self._stream(send))
+        finally:
+            self._writer.generation.close()
+
+    async def _stream(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        deltas: Sequence[Delta] = self._first
+        try:
+            while deltas:
+                if events := self._writer.events(deltas):
+                    await _send_body(send, events)
+                deltas = await self._writer.generation.next()
+            last = self._writer.last_events()
+        except ApiError as error:  # the status is sent; clients know this form
+            last = b"data: " + json.dumps(error.document).encode() + b"\n\n" + DONE
+        await _send_body(send, last, more=False)
+
+
+async def respond(writer: AnswerWriter, receive: Receive, *, stream: bool) -> Response:
+    """The whole answer, or a stream once its first tokens are there, so that a refusal has a
+    status of its own. Closes the generation unless a stream goes on with it."""
+    generation, streams = writer.generation, False
+    try:
+        work = generation.next() if stream else _all_deltas(generation)
+        deltas = await unless_disconnected(receive, work)
+        if deltas is None:
+            return Response(status_code=CLIENT_HAS_GONE)
+        streams = stream
+        return EventStream(writer, deltas) if stream else _json(writer.whole(deltas))
+    finally:
+        if not streams:
+            generation.close()
+
+
+async def unless_disconnected(receive: Receive, work: Awaitable[Any]) -> Any:
+    """The result, or None where the client went away before. The body must have been read."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        watching.cancel()
+        working.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _all_deltas(generation: Generation) -> list[Delta]:
+    """One for each answer, in order."""
+    whole: dict[int, Delta] = {}
+    while deltas := await generation.next():
+        for delta in deltas:
+            before = whole.get(delta.choice)
+            whole[delta.choice] = delta if before is None else _joined(before, delta)
+    return [whole[choice] for choice in sorted(whole)]
+
+
+def _joined(before: Delta, delta: Delta) -> Delta:
+    drafts = None if delta.drafts is None else [*(before.drafts or ()), *delta.drafts]
+    return replace(
+        delta,
+        text=before.text + delta.text,
+        token_ids=before.token_ids + delta.token_ids,
+        logprobs=before.logprobs + delta.logprobs,
+        drafts=drafts,
+    )
+
+
+async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def _event(document: Completion | ChatCompletion) -> bytes:
+    return b"data: " + document.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+
+
+def _json(document: Completion | ChatCompletion) -> Response:
+    return Response(document.model_dump_json(exclude_unset=True), media_type="application/json")
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def _speculative_decoding(stats: SpecDecodeStats) -> SpeculativeDecoding:
+    return SpeculativeDecoding(
+        num_steps=stats.num_steps,
+        num_drafts=stats.num_drafts,
+        num_draft_tokens=stats.num_draft_tokens,
+        num_accepted_tokens=stats.num_accepted_tokens,
+        num_accepted_tokens_per_pos=stats.num_accepted_tokens_per_pos,
+        mean_acceptance_length=stats.mean_acceptance_length,
+        acceptance_rate=stats.acceptance_rate,
+    )

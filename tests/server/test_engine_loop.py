@@ -1,0 +1,134 @@
+"""The engine's loop over a connection, without HTTP: cancelling, failing, falling behind."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle.config import EngineConfig
+from peagle.engine.llm import LLM
+from peagle.sampling_params import SamplingParams
+from peagle.server.engine_loop import (
+    Abort,
+    EngineLoop,
+    Failed,
+    Ready,
+    Report,
+    Submit,
+    run_engine,
+    warm_llm,
+)
+
+from .conftest import make_llm
+from .running import wait_for
+
+TOO_LONG = EngineConfig(device="cpu", max_model_len=100_000)
+LONG = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(model_folder: Path, head_folder: Path) -> LLM:
+    return make_llm(model_folder, head_folder)
+
+
+def one_round(loop: EngineLoop) -> None:
+    assert loop._take_commands()
+    loop._step()
+    loop._report()
+
+
+def test_a_cancelled_request_s_blocks_are_free_before_the_next_step(llm: LLM) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    loop, allocator = EngineLoop(llm, theirs), llm.engine.allocator
+    for key in range(3):
+        ours.send(Submit(key, [1, 2, 3], LONG))
+    one_round(loop)
+    assert allocator.num_free < allocator.num_blocks
+    for key in range(3):
+        ours.send(Abort(key))
+    assert loop._take_commands()
+    assert allocator.num_free == allocator.num_blocks
+    assert not llm.engine.has_unfinished
+
+
+def test_a_reader_that_falls_behind_gets_fewer_reports_and_every_token(llm: LLM) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    loop, is_busy = EngineLoop(llm, theirs), [True]
+    loop._has_room = lambda: not is_busy[0]
+    ours.send(Submit(0, [1, 2, 3], LONG))
+    for _ in range(10):
+        one_round(loop)
+    assert not ours.poll()
+    is_busy[0] = False
+    one_round(loop)
+    report: Report = ours.recv()
+    (news,) = report.news
+    (answer,) = news.answers
+    assert len(answer.tokens_per_step) >= 10
+    assert len(answer.token_ids) == sum(answer.tokens_per_step)
+    expected = llm.generate({"prompt_token_ids": [1, 2, 3]}, LONG)[0].outputs[0].token_ids
+    assert answer.token_ids == expected[: len(answer.token_ids)]
+    ours.send(Abort(0))
+    one_round(loop)
+
+
+def run_in_thread(theirs: Connection, make: Any) -> threading.Thread:
+    def run() -> None:
+        with contextlib.suppress(ValueError):  # what the engine of a test fails with
+            run_engine(theirs, make)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_the_loop_ends_with_its_connection_and_leaves_nothing_open(llm: LLM) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    thread = run_in_thread(theirs, lambda: llm)
+    assert isinstance(ours.recv(), Ready)
+    ours.send(Submit(0, [1, 2, 3], LONG))
+    assert isinstance(ours.recv(), Report)
+    ours.close()
+    thread.join(60)
+    assert not thread.is_alive()
+    wait_for(lambda: llm.engine.allocator.num_free == llm.engine.allocator.num_blocks)
+
+
+def test_an_engine_that_fails_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Any:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(llm, "step", fail)
+    ours, theirs = multiprocessing.Pipe()
+    run_in_thread(theirs, lambda: llm)
+    assert isinstance(ours.recv(), Ready)
+    ours.send(Abort(7))
+    failed = ours.recv()
+    assert isinstance(failed, Failed)
+    assert "broken" in failed.message
+    assert not failed.is_users
+
+
+def test_a_model_that_cannot_be_loaded_is_the_user_s_error(model_folder: Path) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    run_in_thread(theirs, lambda: warm_llm(str(model_folder), TOO_LONG, None))
+    failed = ours.recv()
+    assert failed.is_users
+    assert "exceeds the target's context" in failed.message
+    assert failed.hint is not None
+
+
+def test_what_the_engine_refuses_is_told_with_its_reason(llm: LLM) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    loop = EngineLoop(llm, theirs)
+    ours.send(Submit(5, [1], SamplingParams(num_speculative_tokens=60)))
+    one_round(loop)
+    (refused,) = ours.recv().refused
+    assert refused.key == 5
+    assert "60" in refused.message

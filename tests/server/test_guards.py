@@ -1,0 +1,221 @@
+"""Keys, limits, headers and errors: what a client may do, and what it learns when it may not."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from peagle.errors import ConfigError
+from peagle.server.config import ServerConfig, read_api_key
+from peagle.server.guards import JsonLines
+
+from .conftest import make_llm
+from .running import RunningServer, running_server, wait_for
+
+SECRET = "a prompt that nobody else may read"
+KEY = "secret-key"
+
+
+@pytest.fixture(scope="module")
+def guarded(model_folder: Path, head_folder: Path) -> Iterator[RunningServer]:
+    options: dict[str, Any] = {"max_body_bytes": 20_000, "max_n": 4, "max_stop_strings": 2}
+    options |= {"log_requests": True, "allowed_origins": ("https://page.example",)}
+    options |= {"max_waiting_requests": 2, "request_timeout": 30.0}
+    with running_server(
+        lambda: make_llm(model_folder, head_folder, max_num_seqs=2), api_key=KEY, **options
+    ) as made:
+        yield made
+
+
+def test_the_key_opens_everything_and_nothing_else_does(guarded: RunningServer) -> None:
+    with httpx.Client(base_url=guarded.url) as stranger, guarded.client() as client:
+        for wrong in ({}, {"Authorization": "Bearer secret-kez"}, {"Authorization": KEY}):
+            for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere"):
+                answer = stranger.get(path, headers=wrong)
+                assert answer.status_code == 401
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+        for path in ("/", "/health", "/version"):
+            assert stranger.get(path).status_code == 200
+        assert client.get("/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "named"),
+    [
+        (b"{", 400, "not valid JSON"),
+        (b"[" * 10_000, 400, "body"),
+        (b'{"prompt": "' + b"a" * 30_000 + b'"}', 413, "20000 bytes"),
+        ({"prompt": "a", "n": 5}, 400, "n is 5"),
+        ({"prompt": ["a"] * 5}, 400, "5 answers"),
+        ({"prompt": "a", "stop": ["a", "b", "c"]}, 400, "stop"),
+        ({"prompt": "a", "stop": "x" * 2000}, 400, "stop"),
+        ({"prompt": "a", "logprobs": 21}, 400, "logprobs"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"9999": 1}}, 400, "vocabulary"),
+        ({"prompt": "a", "seed": 1 << 70}, 400, "seed"),
+        ({"prompt": "a", "temperature": "1"}, 400, "temperature"),
+        ({"prompt": []}, 400, "empty"),
+        ({"prompt": [[]]}, 400, "empty"),
+        ({"prompt": "\ud800"}, 400, "Unicode"),
+        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+        ({"prompt": "a", "suffix": "b"}, 400, "suffix"),
+        ({"prompt": "a", "guided_regex": "a", "guided_choice": ["b"]}, 400, "more than once"),
+        ({"prompt": "a", "structured_outputs": {}}, 400, "exactly one"),
+        ({"prompt": "a", "guided_grammar": "x" * 19_000}, 400, ""),
+    ],
+)
+def test_a_bad_request_is_told_what_is_wrong(
+    guarded: RunningServer, body: Any, status: int, named: str
+) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body)
+    with guarded.client() as client:
+        answer = client.post(
+            "/v1/completions", content=content, headers={"Content-Type": "application/json"}
+        )
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert named in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert len(error["message"]) < 500
+    guarded.wait_until_idle()
+
+
+def test_a_body_in_pieces_is_limited_too(guarded: RunningServer) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield b'{"prompt": "'
+        for _ in range(40):
+            yield b"a" * 1000
+
+    with guarded.client() as client:
+        answer = client.post(
+            "/v1/completions", content=pieces(), headers={"Content-Type": "application/json"}
+        )
+    assert answer.status_code == 413
+
+
+def test_only_json_is_read_so_that_forms_of_other_sites_do_nothing(guarded: RunningServer) -> None:
+    with guarded.client() as client:
+        content = json.dumps({"prompt": "a", "max_tokens": 1})
+        answer = client.post(
+            "/v1/completions", content=content, headers={"Content-Type": "text/plain"}
+        )
+    assert answer.status_code in (400, 415)
+
+
+def test_neither_errors_nor_logs_hold_text_of_a_prompt(
+    guarded: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    bodies: list[dict[str, Any]] = [
+        {"prompt": SECRET, "n": "many"},
+        {"prompt": [SECRET, 1]},
+        {"prompt": SECRET, "max_tokens": 2},
+        {"prompt": SECRET * 16, "max_tokens": 2},
+        {"prompt": SECRET, "stop": [SECRET, ""], "max_tokens": 2},
+    ]
+    with caplog.at_level(logging.DEBUG), guarded.client() as client:
+        for body in bodies:
+            answer = client.post("/v1/completions", json=body)
+            assert SECRET not in answer.text
+        chat = {"messages": [{"role": SECRET, "content": SECRET}]}
+        assert SECRET not in client.post("/v1/chat/completions", json=chat).text
+        assert client.get(f"/{SECRET}").status_code == 404
+        wait_for(lambda: len(caplog.records) > 6)
+    assert SECRET not in caplog.text
+    assert str(guarded.llm.model_path) not in caplog.text
+
+
+def test_a_log_line_has_the_request_s_id_and_figures(
+    guarded: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "peagle.server"), guarded.client() as client:
+        headers = {"X-Request-Id": "my-id.7"}
+        body = {"prompt": "abc", "max_tokens": 3, "ignore_eos": True}
+        answer = client.post("/v1/completions", json=body, headers=headers)
+        assert answer.headers["x-request-id"] == "my-id.7"
+        strange = client.get("/health", headers={"X-Request-Id": "a b\u00e9".encode("latin-1")})
+        assert strange.headers["x-request-id"].isalnum()
+        wait_for(lambda: bool(caplog.records))
+    (record,) = [r for r in caplog.records if r.name == "peagle.server"]
+    line = json.loads(JsonLines().format(record))
+    assert (line["request_id"], line["status"], line["completion_tokens"]) == ("my-id.7", 200, 3)
+    assert line["path"] == "/v1/completions"
+
+
+def test_answers_carry_security_headers(guarded: RunningServer) -> None:
+    with guarded.client() as client:
+        for path in ("/", "/health", "/nowhere", "/v1/models"):
+            headers = client.get(path).headers
+            assert headers["x-content-type-options"] == "nosniff"
+            assert headers["x-frame-options"] == "DENY"
+            assert "default-src 'none'" in headers["content-security-policy"]
+            assert "server" not in headers
+
+
+def test_only_named_origins_may_call(guarded: RunningServer, server: RunningServer) -> None:
+    def allowed(running: RunningServer, origin: str) -> str | None:
+        with running.client() as client:
+            return client.get("/health", headers={"Origin": origin}).headers.get(
+                "access-control-allow-origin"
+            )
+
+    assert allowed(guarded, "https://page.example") == "https://page.example"
+    assert allowed(guarded, "https://other.example") is None
+    assert allowed(server, "https://page.example") is None
+
+
+def test_a_local_server_answers_to_local_names_alone(server: RunningServer) -> None:
+    with server.client() as client:
+        assert client.get("/health", headers={"Host": "rebound.example:8000"}).status_code == 403
+        for name in ("localhost", "127.0.0.1:80", "[::1]:8000"):
+            assert client.get("/health", headers={"Host": name}).status_code == 200
+
+
+def test_a_full_queue_is_429_with_a_time_to_come_back(guarded: RunningServer) -> None:
+    """Two run, two wait."""
+    long = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with guarded.client() as client:
+        streams = [client.stream("POST", "/v1/completions", json=long) for _ in range(2)]
+        entered = [stream.__enter__() for stream in streams]
+        answer = client.post("/v1/completions", json={"prompt": "a", "n": 3, "max_tokens": 1})
+        assert answer.status_code == 429
+        assert int(answer.headers["retry-after"]) >= 1
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+        for stream, response in zip(streams, entered, strict=True):
+            response.close()
+            stream.__exit__(None, None, None)
+    guarded.wait_until_idle()
+
+
+def test_an_answer_that_takes_too_long_is_504(model_folder: Path, head_folder: Path) -> None:
+    with (
+        running_server(lambda: make_llm(model_folder, head_folder), request_timeout=0.05) as slow,
+        slow.client() as client,
+    ):
+        body: dict[str, Any] = {"prompt": "abc", "max_tokens": 500, "ignore_eos": True}
+        assert client.post("/v1/completions", json=body).status_code == 504
+        text = client.post("/v1/completions", json=body | {"stream": True}).text
+        assert '"timeout_error"' in text
+        slow.wait_until_idle()
+
+
+def test_keys_come_from_one_place(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("from-file\nrest\n")
+    assert read_api_key(ServerConfig(), None) is None
+    assert read_api_key(ServerConfig(), "variable") == "variable"
+    assert read_api_key(ServerConfig(api_key="flag"), "variable") == "flag"
+    assert read_api_key(ServerConfig(api_key_file=file), "variable") == "from-file"
+    for wrong in (
+        ServerConfig(api_key="a", api_key_file=file),
+        ServerConfig(api_key=""),
+        ServerConfig(api_key="é"),
+        ServerConfig(api_key_file=tmp_path / "none"),
+    ):
+        with pytest.raises(ConfigError):
+            read_api_key(wrong, None)
