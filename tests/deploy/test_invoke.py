@@ -84,7 +84,7 @@ def test_what_the_container_refuses_is_its_own_answer(answering: Account) -> Non
     more = {"OriginalStatusCode": 400, "OriginalMessage": said}
     answering.behaviour.rules["InvokeEndpoint"] = [Refusal("ModelError", "see logs", 424, more)]
     assert answering.verb("invoke", "oss", "hi", "--no-stream") == 2
-    assert "HTTP 400: ModelError: max_tokens is too large" in answering.err
+    assert "HTTP 400: ModelError: --max-tokens is too large" in answering.err
 
 
 def test_a_stream_that_breaks_off_is_said(answering: Account) -> None:
