@@ -19,9 +19,15 @@ INTRODUCTION = """\
 # Command line
 
 - `MODEL` is a folder in Hugging Face's layout, a Hugging Face id, or the built-in `smollm2-135m`. A
-  `HEAD` is a folder, a Hugging Face id, or a name that `peagle heads` lists. Flags are vLLM's where
-  vLLM has one.
-- Data goes to stdout, everything else to stderr. With `--json` the last line of stdout is one JSON
+  `HEAD` is a folder, a Hugging Face id, or a name that `peagle heads` lists.
+- Flags are vLLM's where vLLM has one, and may be written as for vLLM: with underscores
+  (`--max_model_len`), and single keys of JSON options with dots
+  (`--speculative-config.model HEAD`).
+- `--config FILE` takes flags from a YAML file, for every verb: `max-tokens: 64`. Flags on the command
+  line override it, and an unknown key is an error.
+- Data goes to stdout, everything else to stderr: progress as bars on a terminal and as lines
+  elsewhere, remarks and errors. `-q` leaves results and errors, `-v` adds a log; both may stand
+  before or after the verb. With `--json` the last line of stdout is one JSON
   document.
 - `--prompts-file` takes one prompt per line, as text or as JSON objects with `prompt`, `messages`
   or `turns` (the first is used); `-` is stdin. A line that cannot be answered is named on stderr,
@@ -42,7 +48,8 @@ Exit codes:
 |---|---|
 | `PEAGLE_CACHE` | where models, exports and compiled kernels are kept (`~/.cache/peagle`) |
 | `PEAGLE_DEBUG=1` | tracebacks |
-| `PEAGLE_LOG_LEVEL` | as `-v`: `INFO`, `DEBUG` |
+| `PEAGLE_LOG_LEVEL` | `ERROR` as `-q`, `INFO` as `-v`, `DEBUG` as `-vv` |
+| `NO_COLOR=1` | no colours |
 | `PEAGLE_CPU_KERNELS=0` | torch's operations instead of the C kernels |
 | `PEAGLE_CFLAGS` | more flags for the compiler of the C kernels |
 

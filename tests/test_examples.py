@@ -22,11 +22,16 @@ def run(*arguments: object) -> str:
     return done.stdout
 
 
-def test_python_of_the_readme_runs() -> None:
+def readme_script() -> str:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    assert len(blocks) == 1
-    assert "Paris" in run("-c", blocks[0])
+    (block,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    return str(block)
+
+
+def test_python_of_the_readme_runs() -> None:
+    out = run("-c", readme_script())
+    assert "The capital of France is Paris" in out
+    assert float(out.split("mean acceptance length: ")[1]) > 1.5
 
 
 def test_generation_with_a_drafter_gives_the_tokens_of_plain_decoding() -> None:

@@ -16,8 +16,19 @@ PACKAGE = Path(peagle.__file__).parent
 
 # Lowest first; a module may import from its own layer or a lower one.
 LAYERS = (
-    {"cache", "config", "errors", "files", "http", "locking", "log", "processes", "provenance"}
-    | {"sampling_params"},
+    {
+        "cache",
+        "compatibility",
+        "config",
+        "errors",
+        "files",
+        "http",
+        "locking",
+        "log",
+        "processes",
+        "provenance",
+    }
+    | {"compatibility", "progress", "sampling_params"},
     {"speculation", "data"},
     {"outputs"},  # results carry their acceptance statistics
     {"kernels"},

@@ -17,6 +17,7 @@ bench            speed, latency and acceptance, measured; plots, advice, predict
 deploy           endpoints on SageMaker
 heads            the heads that ship
 doctor           what in a dataset or a head silently costs acceptance
+compatibility    arguments of vLLM's that the embedded engine does not have
 config           what the engine and its drafter are told at start
 sampling_params  how one request is sampled
 outputs          what a caller gets back
@@ -27,6 +28,7 @@ locking          file locks that do not outlive their holder
 cache            the folder of things that can be made again
 processes        child processes, ended with all their children
 provenance       hardware, versions, commit, command and time of a figure
+progress         how far long work is, for whoever shows it
 log              logging to stderr
 __main__         `python -m peagle`
 """

@@ -9,8 +9,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
 
+from peagle.compatibility import SPECULATIVE_ARGUMENTS, drop_unused
 from peagle.errors import ConfigError, PeagleError
 
 Method = Literal["p-eagle", "eagle3", "ngram", "none"]
@@ -24,6 +26,7 @@ DEFAULT_SPECULATIVE_TOKENS = 5
 AUTO_LIMITS = {"cuda": (15, 31), "cpu": (7, 15)}
 MAX_DRAFT_NODES = 63  # a row's ancestors, the newest token included, are the bits of one int64
 
+PARALLEL = "parallel_drafting"  # vLLM's word for an EAGLE-3 head that is P-EAGLE's
 LARGEST_INT = 2**63  # of torch's integers
 
 _Config = TypeVar("_Config")
@@ -91,13 +94,14 @@ class SpeculativeConfig:
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
             raise ConfigError(
                 f"prompt_lookup_min={self.prompt_lookup_min} and "
-                f"prompt_lookup_max={self.prompt_lookup_max} leave no n-gram length",
+                f"prompt_lookup_max={self.prompt_lookup_max} allow no n-gram length",
                 hint="use 1 <= prompt_lookup_min <= prompt_lookup_max",
             )
         needs_head = self.method in ("p-eagle", "eagle3")
         if needs_head and self.model is None:
             raise ConfigError(
-                f"method {self.method} needs a head", hint="give model (--spec-model HEAD)"
+                f"method {self.method} needs a head",
+                hint="give it as model, or as --spec-model HEAD",
             )
         if self.method in ("ngram", "none") and self.model is not None:
             raise ConfigError(
@@ -108,10 +112,11 @@ class SpeculativeConfig:
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> SpeculativeConfig:
         """Reads vLLM's `--speculative-config`: its `eagle3` + `parallel_drafting` is p-eagle."""
-        options = dict(options)
-        if options.pop("parallel_drafting", False) and options.get("method") in ("eagle3", None):
+        options = drop_unused(options, SPECULATIVE_ARGUMENTS, ConfigError)
+        options = {key: value for key, value in options.items() if value is not None}
+        if options.pop(PARALLEL, False) and options.get("method") in ("eagle3", None):
             options["method"] = "p-eagle"
-        return from_mapping(cls, options, "speculative_config")
+        return from_mapping(cls, options, "speculative_config", also=(PARALLEL,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,23 +125,23 @@ class EngineConfig:
 
     dtype: Annotated[str, Doc("auto, float32, bfloat16 ...")] = "auto"
     device: Annotated[str, Doc("auto, cpu, cuda, cuda:1 ...")] = "auto"
-    seed: Annotated[int, Doc("Seed of requests that bring none of their own.")] = 0
+    seed: Annotated[int, Doc("Seed for requests without one of their own.")] = 0
     max_model_len: Annotated[
-        int | None, Doc("Longest prompt and answer together.", if_none="the model's")
+        int | None, Doc("Maximum length of prompt and answer.", if_none="the model's")
     ] = None
-    max_num_seqs: Annotated[int, Doc("Requests at once.")] = 64
-    max_num_batched_tokens: Annotated[int, Doc("Tokens per step.")] = 2048
+    max_num_seqs: Annotated[int, Doc("Maximum number of requests at once.")] = 64
+    max_num_batched_tokens: Annotated[int, Doc("Maximum number of tokens per step.")] = 2048
     block_size: Annotated[int, Doc("Tokens per block of the KV cache.")] = 16
-    enable_prefix_caching: Annotated[bool, Doc("Keep the cache of shared prompts.")] = True
+    enable_prefix_caching: Annotated[bool, Doc("Reuse the KV cache of shared prefixes.")] = True
     quantization: Annotated[
-        Quantization | None, Doc("Of the target's linear layers: fp8; vLLM knows more.")
+        Quantization | None, Doc("Of the target's linear layers: fp8; vLLM has more.")
     ] = None
     # The target's rows have the same bits alone and beside any others: kernels/policy.py.
-    batch_invariant: Annotated[bool, Doc("GPU: the same bits alone and beside other requests.")] = (
-        False
+    batch_invariant: Annotated[bool, Doc("GPU: the same bits whatever else is running.")] = False
+    warm_up: Annotated[bool, Doc("GPU: capture the graphs of common steps at start-up.")] = False
+    gpu_memory_utilization: Annotated[float, Doc("Share of the GPU's memory that may be used.")] = (
+        0.9
     )
-    warm_up: Annotated[bool, Doc("GPU: capture the graphs of common steps at the start.")] = False
-    gpu_memory_utilization: Annotated[float, Doc("Share of the GPU's memory, for all of it.")] = 0.9
     kv_cache_memory_bytes: Annotated[
         int | None,
         Doc("Size of the KV cache.", if_none="what the GPU has free, on a CPU at most 2 GiB"),
@@ -146,7 +151,8 @@ class EngineConfig:
         _check_choice("quantization", self.quantization, (*get_args(Quantization), None))
         if self.batch_invariant and self.quantization is not None:
             raise ConfigError(
-                f"batch_invariant has no {self.quantization} products", hint="drop one of the two"
+                f"batch_invariant cannot be combined with quantization {self.quantization}",
+                hint="drop one of the two",
             )
         _check_memory(self.gpu_memory_utilization, self.kv_cache_memory_bytes)
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
@@ -156,16 +162,19 @@ class EngineConfig:
             raise ConfigError(f"max_model_len={self.max_model_len} leaves no room for an answer")
 
 
-def from_mapping(cls: type[_Config], options: Mapping[str, Any], where: str) -> _Config:
+def from_mapping(
+    cls: type[_Config], options: Mapping[str, Any], where: str, *, also: Sequence[str] = ()
+) -> _Config:
     """Builds a config dataclass, sections inside it included, with every value's type checked.
 
     An unknown key is an error that names the nearest one; so is a value that does not fit, with
     what its key takes. Numbers may be strings: YAML reads 1e-4, without a dot, as one. A bool is
-    not a number, nor is a string a bool.
+    not a number, nor is a string a bool. `also` are keys that the caller has taken out, for the
+    list of known ones.
     """
     from pydantic import ValidationError  # not needed for `peagle --help`
 
-    _check_keys(cls, options, where)
+    _check_keys(cls, options, where, also)
     try:
         config: _Config = _adapter(cast("Any", cls)).validate_python(dict(options))
     except ValidationError as error:
@@ -195,9 +204,28 @@ def changed_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[
     return dict(sorted(found.items()))
 
 
-def _check_keys(cls: type, options: Mapping[str, Any], where: str) -> None:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A mapping from a file. Keys have - or _ between their words, as flags and as fields do."""
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check the path") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{path} is not a mapping of keys to values", hint="write lines such as max-tokens: 64"
+        )
+    return {str(key).replace("-", "_"): value for key, value in content.items()}
+
+
+def _check_keys(
+    cls: type, options: Mapping[str, Any], where: str, also: Sequence[str] = ()
+) -> None:
     kinds = get_type_hints(cls)
-    known = [f.name for f in dataclasses.fields(cls)]
+    known = [*(f.name for f in dataclasses.fields(cls)), *also]
     for key, value in options.items():
         if key not in known:
             nearest = difflib.get_close_matches(str(key), known, n=1)

@@ -105,14 +105,14 @@ def check_fingerprints(made_by: dict[str, Any], model: str, tokenizer: Any) -> I
     for name, its in pairs:
         what = name.replace("_", " ")
         if name not in made_by:
-            yield Finding("warning", what, "the manifest does not say which was used", again)
+            yield Finding("warning", what, "the manifest does not say which one was used", again)
         elif made_by[name] == its:
-            yield Finding("ok", what, "that of the target")
+            yield Finding("ok", what, "the target's own")
         elif made_by[name] is None:
-            message = "the prompts were not templated, served ones will be"
+            message = "the prompts were prepared without the chat template, which serving applies"
             yield Finding("warning", what, message, "prepare without --raw")
         else:
-            yield Finding("error", what, "not that of the target", again)
+            yield Finding("error", what, "not the target's", again)
 
 
 def check_template_kwargs(made_by: Mapping[str, Any], served: Mapping[str, Any]) -> Finding:
@@ -131,12 +131,12 @@ def check_frame(rows: Rows, tokenizer: Any, made_by: Mapping[str, Any]) -> Itera
     begins = [tokens[: len(start)].tolist() == start for tokens, _ in rows]
     hint = "prepare with this target's chat template: it is what serving sends"
     wrong = 1 - sum(begins) / len(begins)
-    message = f"{1 - wrong:.0%} of the rows begin as the target's template does"
+    message = f"{1 - wrong:.0%} of the rows begin as the target's chat template does"
     yield graded("row start", message, warning=wrong > 0, error=wrong > 0.5, hint=hint)
     firsts = [(tokens, int(mask.int().argmax())) for tokens, mask in rows if mask.any()]
     ends = [tokens[max(at - len(end), 0) : at].tolist() == end for tokens, at in firsts]
     wrong = 1 - sum(ends) / max(len(ends), 1)
-    message = f"{1 - wrong:.0%} of the answers start right behind the template's prompt"
+    message = f"{1 - wrong:.0%} of the answers start right after the templated prompt"
     hint = "the mask must begin with the first generated token"
     yield graded("answer start", message, warning=wrong > 0, error=wrong > 0.5, hint=hint)
 
@@ -179,8 +179,8 @@ def check_vocabulary(rows: Rows, vocab_size: int) -> Finding:
 
 def check_mask(dataset: Dataset, rows: Rows) -> Iterator[Finding]:
     nothing = sum(not mask.any() for _, mask in rows) / len(rows)
-    message = f"{nothing:.0%} of the rows supervise nothing"
-    hint = "they cost training time and teach nothing: drop them"
+    message = f"{nothing:.0%} of the rows have no supervised token"
+    hint = "they cost training time and teach the head nothing: drop them"
     yield graded("mask", message, warning=nothing > 0, hint=hint)
     prompt = sum(bool(mask[0]) for _, mask in rows) / len(rows)
     message = f"{prompt:.0%} of the rows supervise their first token, which is the prompt's"
@@ -197,7 +197,7 @@ def check_answers(dataset: Dataset) -> Iterator[Finding]:
         warning=clipped > 0.3,
         hint=hint,
     )
-    hint = "loops are learnt in no time: prepare --cut-loops, or train with data.skip_looping"
+    hint = "loops are learnt quickly and teach little: use --cut-loops or data.skip_looping"
     yield graded("loops", f"{looping:.0%} of the rows loop", warning=looping > 0.2, hint=hint)
 
 
@@ -220,7 +220,9 @@ def check_loss_shares(rows: Rows, depths: int) -> Finding:
     counts *= retentions(depths, CodSection.retention, CodSection.floor)
     shares = counts / counts.sum().clamp(min=1)
     listed = " ".join(f"{x:.2f}" for x in shares.tolist())
-    hint = "deep drafts are hardly trained: raise cod.retention or cod.floor, or longer answers"
+    hint = (
+        "deep drafts are hardly trained: raise cod.retention or cod.floor, or the answers' length"
+    )
     message = f"share of the loss per depth with cod.retention={CodSection.retention}: {listed}"
     return graded("loss shares", message, warning=float(shares[-1]) < 0.02, hint=hint)
 
@@ -295,7 +297,7 @@ def check_config(head: HeadConfig, model: str) -> Iterator[Finding]:
 def check_layers(head: HeadConfig, target: Any) -> Iterator[Finding]:
     usual = default_aux_hidden_state_layers(int(target.num_hidden_layers))
     layers = head.aux_hidden_state_layer_ids
-    message = f"the head reads layers {list(layers)}; unless told, servers take {list(usual)}"
+    message = f"the head reads layers {list(layers)}; servers assume {list(usual)}"
     hint = "export writes them to eagle_aux_hidden_state_layer_ids: check that the server reads it"
     yield graded("layer ids", message, warning=layers != usual, hint=hint)
     ours, its = head.max_position_embeddings, int(target.max_position_embeddings)
@@ -337,5 +339,5 @@ def check_acceptance(pair: Pair, dataset: Dataset) -> Iterator[Finding]:
         f"{first:.0%} of first drafts are accepted, mean acceptance length "
         f"{stats.mean_acceptance_length:.2f} at K={k} ({way}, {len(indices)} rows)"
     )
-    hint = "near zero means wrong layer ids, features or template rather than too little training"
+    hint = "near zero: hardly trained yet, or wrong layer ids, features or chat template"
     yield graded("acceptance", message, warning=first < 0.3, error=first < 0.05, hint=hint)

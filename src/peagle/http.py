@@ -9,6 +9,7 @@ import contextlib
 import functools
 import ipaddress
 import json
+import logging
 import ssl
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -21,6 +22,8 @@ from peagle.errors import ConfigError
 ADDRESS_HINT = "write http://HOST:PORT"
 FATAL = (401, 403, 404, 405)  # the same for every request
 HEALTH_TIMEOUT = 5.0  # seconds
+
+logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 
@@ -186,9 +189,15 @@ def retrying(
         except ServerError as error:
             if not error.is_temporary:
                 raise
+            _say_once(endpoint.base_url, str(error))
         after_failure()
         time.sleep(endpoint.first_wait * 2**attempt)
     return ask()
+
+
+@functools.cache  # once for all requests that wait for this server
+def _say_once(url: str, reason: str) -> None:
+    logger.warning("%s: %s; trying again", url, reason)
 
 
 def is_healthy(url: str) -> bool:

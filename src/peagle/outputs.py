@@ -31,9 +31,31 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     error: str | None = None
 
-    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+@dataclass
+class Metric:
+    """A figure since the engine's start, under vLLM's name for it."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass
+class Counter(Metric):
+    value: int
+
+
+@dataclass
+class Gauge(Metric):
+    value: float  # rises and falls
+
+
+@dataclass
+class Vector(Metric):
+    values: list[int]  # counters by draft position
 
 
 @dataclass

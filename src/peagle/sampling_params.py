@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
+from peagle.compatibility import SAMPLING_ARGUMENTS, drop_unused
 from peagle.config import Doc
 from peagle.errors import RequestError
 
@@ -59,6 +61,24 @@ class StructuredOutputsParams:
         return [name for name in CONSTRAINTS if getattr(self, name) not in (None, False, "")]
 
 
+_Params = TypeVar("_Params")
+
+
+def _takes_vllms_arguments(cls: type[_Params]) -> type[_Params]:
+    """Lets the constructor take what vLLM's takes: see `compatibility`, and None for no list."""
+    own = cls.__init__
+
+    @functools.wraps(own)
+    def init(self: _Params, **given: Any) -> None:
+        known = drop_unused(given, SAMPLING_ARGUMENTS, RequestError)
+        lists = ("stop", "stop_token_ids", "logit_bias", "bad_words")
+        own(self, **{k: v for k, v in known.items() if v is not None or k not in lists})
+
+    cls.__init__ = init  # type: ignore[assignment, method-assign]
+    return cls
+
+
+@_takes_vllms_arguments
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Parameters of one request. Every combination is lossless under speculation.
@@ -68,29 +88,32 @@ class SamplingParams:
     limits.
     """
 
-    n: Annotated[int, Doc("Answers per prompt.")] = 1
-    temperature: Annotated[float, Doc("0 is greedy, 1 the model as it is.")] = 1.0
-    top_k: Annotated[int, Doc("Keep that many of the best tokens; 0 or -1: all.")] = 0
-    top_p: Annotated[float, Doc("Keep the best tokens whose probabilities sum to it.")] = 1.0
-    min_p: Annotated[float, Doc("Least share of the best token's probability.")] = 0.0
-    repetition_penalty: Annotated[float, Doc("Above 1: less repetition.")] = 1.0
-    presence_penalty: Annotated[float, Doc("Once for a token already used.")] = 0.0
-    frequency_penalty: Annotated[float, Doc("For each use of a token.")] = 0.0
-    logit_bias: Annotated[Mapping[int, float], Doc('Added to logits: {"42": -100}')] = field(
+    n: Annotated[int, Doc("Number of answers per prompt.")] = 1
+    temperature: Annotated[float, Doc("0 is greedy decoding, 1 the model's own distribution.")] = (
+        1.0
+    )
+    top_k: Annotated[int, Doc("Sample from the K most likely tokens; 0 or -1: all.")] = 0
+    top_p: Annotated[float, Doc("Sample from the likeliest tokens that add up to P.")] = 1.0
+    min_p: Annotated[float, Doc("Drop tokens below this share of the likeliest one.")] = 0.0
+    repetition_penalty: Annotated[float, Doc("Above 1 discourages repetition.")] = 1.0
+    presence_penalty: Annotated[float, Doc("Penalty for every token that was used.")] = 0.0
+    frequency_penalty: Annotated[float, Doc("Penalty for each time a token was used.")] = 0.0
+    logit_bias: Annotated[Mapping[int, float], Doc('Added to logits: {"42": -100}.')] = field(
         default_factory=dict
     )
-    bad_words: Annotated[Sequence[str], Doc("Words that no answer has.")] = ()
-    min_tokens: Annotated[int, Doc("No end before that many tokens.")] = 0
+    bad_words: Annotated[Sequence[str], Doc("Words that answers must not contain.")] = ()
+    min_tokens: Annotated[int, Doc("Minimum length of an answer, in tokens.")] = 0
     max_tokens: Annotated[
-        int | None, Doc("Most tokens in an answer.", if_none="up to the context length")
+        int | None,
+        Doc("Maximum length of an answer, in tokens.", if_none="up to the context length"),
     ] = 16
-    seed: Annotated[int | None, Doc("Same seed, same answer.")] = None
+    seed: Annotated[int | None, Doc("The same seed gives the same answer.")] = None
     stop: Annotated[str | Sequence[str], Doc("Text that ends an answer.")] = ()
-    stop_token_ids: Annotated[Sequence[int], Doc("Token that ends an answer.")] = ()
+    stop_token_ids: Annotated[Sequence[int], Doc("Token id that ends an answer.")] = ()
     include_stop_str_in_output: bool = False
-    ignore_eos: Annotated[bool, Doc("Go on past the end-of-sequence token.")] = False
+    ignore_eos: Annotated[bool, Doc("Continue past the end-of-sequence token.")] = False
     # None: none; 0: the sampled token's alone.
-    logprobs: Annotated[int | None, Doc("Log-probabilities of the N best tokens.")] = None
+    logprobs: Annotated[int | None, Doc("Log-probabilities of the N likeliest tokens.")] = None
     skip_special_tokens: bool = True
     num_speculative_tokens: int | None = None
     num_draft_nodes: int | None = None

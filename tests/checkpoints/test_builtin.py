@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import json
+import logging
 import multiprocessing
 import os
 import shutil
-import subprocess
 import time
 import zipfile
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from peagle.checkpoints.builtin import BUILTIN_MODELS, MANIFEST, BuiltinModel, e
 from peagle.checkpoints.files import iter_tensors
 from peagle.checkpoints.references import load_config, load_tokenizer, resolve_model
 from peagle.errors import ModelError
+from peagle.progress import shown_by
+from tests.tiny.displays import Remembering
 
 GGUF = b"GGUF, more or less"
 
@@ -38,6 +41,7 @@ TINY = BuiltinModel(
     name="tiny",
     package="tiny-package",
     version="1.0",
+    wheel_bytes=len(_wheel()),
     wheel_sha256=hashlib.sha256(_wheel()).hexdigest(),
     gguf_sha256=hashlib.sha256(GGUF).hexdigest(),
     licence="Apache-2.0",
@@ -54,10 +58,9 @@ class World:
         self.folder = cache / "models" / "tiny"
         self.downloads = [_wheel()]
         self.fetches: list[bool] = []  # `fresh` of each fetch
-        self.said: list[str] = []
 
-    def fetch(self, package: str, version: str, folder: Path, *, fresh: bool) -> Path:
-        assert (package, version) == ("tiny-package", "1.0")
+    def fetch(self, model: BuiltinModel, folder: Path, *, fresh: bool) -> Path:
+        assert model.name == "tiny"
         content = self.downloads[min(len(self.fetches), len(self.downloads) - 1)]
         self.fetches.append(fresh)
         folder.mkdir()
@@ -65,7 +68,7 @@ class World:
         return folder / "tiny.whl"
 
     def ensure(self) -> Path:
-        return ensure_builtin("tiny", progress=self.said.append)
+        return ensure_builtin("tiny")
 
 
 def _convert(source: Path, folder: Path) -> None:
@@ -94,15 +97,6 @@ def test_the_first_use_builds_the_folder_and_the_second_reuses_it(world: World) 
     assert {f.name for f in world.folder.parent.iterdir()} == {"tiny", ".tiny.lock"}
     assert world.ensure() == world.folder
     assert world.fetches == [False]
-    assert any("downloading tiny-package 1.0" in message for message in world.said)
-
-
-def test_progress_is_logged_unless_a_caller_takes_it(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO", logger="peagle"):
-        ensure_builtin("tiny")
-    assert "converting tiny to safetensors" in caplog.text
 
 
 @pytest.mark.parametrize("broken", [b"", _wheel()[:40], _wheel(b"another model")])
@@ -157,14 +151,14 @@ def _empty_manifest(folder: Path) -> None:
     "damage", [_truncate, _delete, _break_manifest, _delete_manifest, _empty_manifest]
 )
 def test_a_damaged_folder_is_noticed_and_built_again(
-    world: World, damage: Callable[[Path], None]
+    world: World, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     damage(world.ensure())
     world.ensure()
     assert (world.folder / "model.safetensors").read_bytes() == b"weights"
     assert (world.folder / "config.json").read_text() == "{}"
     assert len(world.fetches) == 2
-    assert any("building it again" in message for message in world.said)
+    assert "building it again" in caplog.text
 
 
 def test_a_folder_of_an_older_converter_is_built_again(
@@ -209,8 +203,8 @@ def _ensure_slowly(cache: Path, started: Path, said: Path) -> None:
         _convert(source, folder)
 
     builtin.convert_gguf = slow  # we are a forked child: nobody else sees this
-    with said.open("a") as file:
-        ensure_builtin("tiny", progress=lambda message: print(message, file=file))
+    logging.getLogger("peagle").addHandler(logging.FileHandler(said))
+    ensure_builtin("tiny")
 
 
 def test_processes_that_start_together_build_once_and_the_others_wait(
@@ -261,7 +255,7 @@ def test_a_full_disk_is_recognised_in_the_words_of_the_rust_libraries(
 
 def test_a_cache_folder_that_is_a_file_is_a_users_error(world: World) -> None:
     world.cache.write_text("")
-    with pytest.raises(ModelError, match="cannot write the cache folder"):
+    with pytest.raises(ModelError, match="cannot write to the cache folder"):
         world.ensure()
 
 
@@ -299,28 +293,47 @@ def test_a_complete_cache_is_used_without_writing(
 def test_when_pip_fails_its_last_line_is_in_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stderr: str, words: str
 ) -> None:
-    done = subprocess.CompletedProcess([], 1, stdout="", stderr=stderr)
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
+    monkeypatch.setattr(builtin, "_PIP_DOWNLOAD", ("-c", FAILING, stderr))
     with pytest.raises(ModelError, match=words) as caught:
-        builtin.fetch_with_pip("x", "1", tmp_path, fresh=False)
+        builtin.fetch_with_pip(TINY, tmp_path / "to", fresh=False)
     assert "pip config list" in str(caught.value.hint)
 
 
-def test_pip_is_asked_for_one_wheel_without_dependencies(
+FAILING = "import sys; sys.stderr.write(sys.argv[1]); sys.exit(1)"
+# As pip does: into a temporary file, which grows, and from there into --dest.
+DOWNLOADING = """
+import json, os, sys, time
+from pathlib import Path
+part = Path(os.environ["TMPDIR"], "part")
+part.write_bytes(bytes(50))
+time.sleep(0.5)
+folder = Path(sys.argv[1].removeprefix("--dest="))
+part.rename(folder / "x-1-py3-none-any.whl")
+(folder / "command").write_text(json.dumps(sys.argv[1:]))
+"""
+
+
+def test_pip_is_asked_for_one_wheel_and_its_growth_is_watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands: list[list[str]] = []
-
-    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        (tmp_path / "x-1-py3-none-any.whl").write_bytes(b"")
-        return subprocess.CompletedProcess(command, 0, stdout="", stderr="")
-
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(builtin, "_PIP_DOWNLOAD", ("-c", DOWNLOADING))
+    display = Remembering()
     for fresh in (False, True):
-        builtin.fetch_with_pip("x", "1", tmp_path, fresh=fresh)
-    assert all({"--no-deps", "--only-binary=:all:", "x==1"} <= set(c) for c in commands)
-    assert ["--no-cache-dir" in c for c in commands] == [False, True]
+        folder = tmp_path / str(fresh)
+        with shown_by(display):
+            wheel = builtin.fetch_with_pip(TINY, folder, fresh=fresh)
+        assert wheel.read_bytes() == bytes(50)
+        words = json.loads((folder / "command").read_text())
+        assert "tiny-package==1.0" in words
+        assert ("--no-cache-dir" in words) == fresh
+    assert {label for label, _ in display.seen} == {"downloading tiny-package 1.0"}
+    assert (50 / 1e6) in {done for _, done in display.seen}, "while it grew"
+    assert display.seen[-1][1] == TINY.wheel_bytes / 1e6
+    assert not display.open
+
+
+def test_dependencies_and_sources_are_never_downloaded() -> None:
+    assert {"--no-deps", "--only-binary=:all:"} <= set(builtin._PIP_DOWNLOAD)
 
 
 CHAT = (

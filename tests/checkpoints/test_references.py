@@ -81,7 +81,7 @@ def test_a_built_in_name_wins_over_a_folder_of_that_name(
     _write_model(tmp_path / "smollm2-135m")
     monkeypatch.chdir(tmp_path)
     built = tmp_path / "built"
-    monkeypatch.setattr(references, "ensure_builtin", lambda name, progress: built)
+    monkeypatch.setattr(references, "ensure_builtin", lambda name: built)
     assert resolve_model("smollm2-135m") == built
     assert resolve_model("./smollm2-135m") == Path("smollm2-135m")
 

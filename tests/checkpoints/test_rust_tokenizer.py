@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors, trainers
@@ -296,6 +297,49 @@ def test_templates_render_as_transformers_renders_them(
     ours, theirs = (t.apply_chat_template(copy.deepcopy(MESSAGES), **options) for t in pair)
     assert ours == theirs
     assert "_transformers" not in vars(pair[0])
+
+
+# Pieces of templates in which white space, escapes and what transformers adds show.
+PIECES = (
+    *("\n", "  ", " a ", "{%- if add_generation_prompt %}g{% endif %}\n", "{{- bos_token -}}"),
+    *("{{ m.content }}", "{{ m['role'] | upper }}", "{{ m | tojson(indent=1) }}", "{# note #}\n"),
+    *("\n  {% if loop.last %}\n  z{% endif %}", "{% if loop.index0 == 2 %}{% break %}{% endif %}"),
+    *("{% if m.role == 'system' %}{% continue %}{% endif %}", "{{ strftime_now('%d %b %Y') }}"),
+    *("{% generation %}\n{{ m.content | trim }}{% endgeneration %}", "{{ m.content | e }}"),
+    *("{{ tools is none }}{{ documents is none }}", "{% set n.x = n.x + 1 %}{{ n.x }}"),
+    "{{ raise_exception('stop') if m.content == 'stop' }}",
+)
+ROLES = st.sampled_from(["system", "user", "assistant"])
+CONTENTS = st.one_of(st.text(max_size=12), st.sampled_from(["stop", "<b>&'\"", "  x\n"]))
+CONVERSATIONS = st.lists(
+    st.fixed_dictionaries({"role": ROLES, "content": CONTENTS}), min_size=1, max_size=4
+)
+
+
+@functools.cache
+def any_pair() -> tuple[RustTokenizer, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), byte_level())
+        return plain(Path(folder)), AutoTokenizer.from_pretrained(folder)
+
+
+def rendered(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> tuple[str, str]:
+    try:
+        return "text", tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except TemplateError as error:
+        return "refused", str(error)
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=8), CONVERSATIONS, st.booleans())
+def test_any_template_renders_any_conversation_as_transformers_does(
+    pieces: list[str], messages: list[dict[str, str]], generation: bool
+) -> None:
+    body = "".join(pieces)
+    template = "{%- set n = namespace(x=0) %}{% for m in messages %}" + body + "{% endfor %}"
+    options = {"chat_template": template, "add_generation_prompt": generation}
+    ours, theirs = (rendered(t, copy.deepcopy(messages), **options) for t in any_pair())
+    assert ours == theirs
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ class FakeLLM:
             for length in range(1, len(self.answer) + 1):
                 if length == self.interrupt_at:
                     signal.raise_signal(signal.SIGINT)
-                yield self._result(text, params, length)
+                yield self._result(text, params, length, again=length > 1)
         finally:
             self.num_closed += 1
 
@@ -106,9 +106,12 @@ class FakeLLM:
             prompt = self.render_chat(prompt)
         return prompt if isinstance(prompt, str) else "".join(map(chr, prompt["prompt_token_ids"]))
 
-    def _result(self, text: str, params: SamplingParams, length: int) -> RequestOutput:
-        self.requests.append(text)
-        self.params.append(params)
+    def _result(
+        self, text: str, params: SamplingParams, length: int, *, again: bool = False
+    ) -> RequestOutput:
+        if not again:
+            self.requests.append(text)
+            self.params.append(params)
         failed = self.failing in text
         reason: FinishReason = "error" if failed else "length"
         answer = "" if failed else self.answer[:length]

@@ -78,6 +78,8 @@ ARGUMENTS = {
     "doctor": ["--model", "missing", "--data", "data"],
     "heads": [],
     "env": [],
+    "version": [],
+    "help": [],
 }
 # Values that would ask a server for answers, or fetch a model.
 NOT_TRIED = ("--help", "--endpoint")

@@ -125,7 +125,7 @@ def test_a_different_answer_is_an_error_where_kernels_are_batch_invariant(
     monkeypatch.setattr("peagle.bench.run.bench.bench", lambda *_: differing)
     shown = ("bench", model, "--out", str(tmp_path))
     assert command(*shown, "--batch-invariant") == 1
-    assert "2 answers differ in spite of --batch-invariant" in command.err
+    assert "2 answers differ despite --batch-invariant" in command.err
     assert command(*shown) == 0
 
 

@@ -25,23 +25,18 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Say:
     return pipe
 
 
-def _conversations(llm: FakeLLM) -> list[str]:
-    """Each request once: a stream shows it to the fake at every chunk."""
-    return list(dict.fromkeys(llm.requests))
-
-
 def test_answers_are_streamed_and_remembered(shell: Shell, say: Say) -> None:
     say("a", "b")
     assert shell("chat", "m", "--spec-method", "ngram") == 0
     assert shell.out == f"{ANSWER}\n{ANSWER}\n"
-    assert _conversations(shell.llm) == ["<user>a", f"<user>a<assistant>{ANSWER}<user>b"]
+    assert shell.llm.requests == ["<user>a", f"<user>a<assistant>{ANSWER}<user>b"]
     assert shell.err.count("tokens/s; mean acceptance length 3.00") == 2
 
 
 def test_reset_forgets_and_exit_ends(shell: Shell, say: Say) -> None:
     say("a", "/reset", "", "b", "/exit", "c")
     assert shell("chat", "m", "--system", "S") == 0
-    assert _conversations(shell.llm) == ["<system>S<user>a", "<system>S<user>b"]
+    assert shell.llm.requests == ["<system>S<user>a", "<system>S<user>b"]
 
 
 def test_end_of_input_ends_with_0(shell: Shell, say: Say) -> None:
@@ -74,10 +69,35 @@ def test_a_line_that_is_too_long_is_an_error_and_is_forgotten(shell: Shell, say:
     say("x" * CONTEXT, "b")
     assert shell("chat", "m") == 2
     assert "longer than the context" in shell.err
-    assert _conversations(shell.llm) == ["<user>b"]
+    assert shell.llm.requests == ["<user>b"]
 
 
 def test_model_without_a_template_cannot_chat(shell: Shell, say: Say) -> None:
     shell.make = partial(FakeLLM, chat_template=None)
     assert shell("chat", "m") == 2
     assert "hint: use peagle generate" in shell.err
+
+
+def test_help_lists_the_commands_and_others_are_refused(shell: Shell, say: Say) -> None:
+    say("/help", "/rest", "/nothing like it", "a")
+    assert shell("chat", "m") == 2
+    assert "/reset  start a new conversation\n" in shell.err
+    assert "Ctrl-C  stop the answer" in shell.err
+    assert "error: /rest is not a command\nhint: did you mean /reset?" in shell.err
+    assert "error: /nothing is not a command\nhint: known: /help, /reset, /exit" in shell.err
+    assert shell.llm.requests == ["<user>a"]
+
+
+def test_an_answer_that_was_cut_is_marked(shell: Shell, say: Say) -> None:
+    say("a")
+    assert shell("chat", "m", "--max-tokens", str(len(ANSWER))) == 0
+    assert f"[cut at --max-tokens {len(ANSWER)}: " in shell.err
+    say("a")
+    assert shell("chat", "m") == 0
+    assert "[cut, the context is full (/reset starts a new conversation): " in shell.err
+
+
+def test_a_full_context_points_to_reset(shell: Shell, say: Say) -> None:
+    say("x" * CONTEXT)
+    assert shell("chat", "m") == 2
+    assert "hint: /reset starts a new conversation" in shell.err

@@ -8,16 +8,18 @@ from typing import get_type_hints
 import pytest
 
 from peagle.backends.vllm.options import VllmOptions
-from peagle.cli.flags import ConfigFlags, doc_of, in_flags
+from peagle.cli.flags import ConfigFlags, doc_of
 from peagle.cli.flags.engine import EngineFlags
 from peagle.cli.flags.sampling import SamplingFlags
 from peagle.cli.flags.server import ServerFlags
 from peagle.cli.flags.vllm import SHARED, ServedBackendFlags
+from peagle.cli.render import as_flags, naming_flags
 from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.errors import RequestError
 from peagle.sampling_params import SamplingParams, StructuredOutputsParams
 from peagle.server.config import ServerConfig
 
-from .fakes import Shell
+from .fakes import FakeLLM, Shell
 
 GROUPS: dict[type[ConfigFlags], type] = {
     EngineFlags: EngineConfig,
@@ -177,7 +179,7 @@ BAD = {
     "--kv-cache-memory-bytes 0": "--kv-cache-memory-bytes 0 is out of range",
     "--max-num-seqs 99999999999999999999": "--max-num-seqs 99999999999999999999 is out of range",
     "--raw --system x": "--system needs the chat template",
-    "--logprobs 2": "--logprobs shows in the JSON document alone",
+    "--logprobs 2": "--logprobs only appears in the JSON document",
     "--prompts-file x": "PROMPT and --prompts-file were both given",
 }
 
@@ -195,21 +197,6 @@ def test_nonsense_is_one_line_and_a_hint_before_the_model_loads(
     assert shell.engines == []
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("max_tokens=0 is out of range", "--max-tokens 0 is out of range"),
-        ("raise max_model_len", "raise --max-model-len"),
-        ("the head drafts num_speculative_tokens=20", "the head drafts --spec-tokens 20"),
-        ("a temperature above 0, or n=1", "a temperature above 0, or --n 1"),
-        ("data.max_tokens and run.device='x'", "data.max_tokens and run.device='x'"),
-        ("--max-tokens 3, my_max_tokens", "--max-tokens 3, my_max_tokens"),
-    ],
-)
-def test_keys_of_a_config_are_flags_on_the_command_line(text: str, shown: str) -> None:
-    assert in_flags(text) == shown
-
-
 def test_no_prompt_is_an_error(shell: Shell) -> None:
     assert shell("generate", "m") == 2
     assert "no prompt was given" in shell.err
@@ -218,3 +205,43 @@ def test_no_prompt_is_an_error(shell: Shell) -> None:
 def test_missing_prompts_file_is_an_error(shell: Shell) -> None:
     assert shell("generate", "m", "--prompts-file", "/nonexistent") == 2
     assert "cannot read --prompts-file /nonexistent" in shell.err
+
+
+TYPED = {
+    "max_model_len": "--max-model-len",
+    "seed": "--seed",
+    "num_speculative_tokens": "--spec-tokens",
+}
+TYPED |= {"max_tokens": "--max-tokens", "concurrency": "--concurrency"}
+
+
+@pytest.mark.parametrize(
+    ("python", "typed"),
+    [
+        ("max_model_len=9 leaves no room", "--max-model-len 9 leaves no room"),
+        ("raise max_model_len if the model allows", "raise --max-model-len if the model allows"),
+        ("num_speculative_tokens=20 is more", "--spec-tokens 20 is more"),
+        ("concurrency=0 is out of range", "--concurrency 0 is out of range"),
+        ("the seed of a request", "the seed of a request"),
+        ("head.num_speculative_tokens=3", "head.num_speculative_tokens=3"),
+        ("/data/max_tokens/x and my_max_tokens", "/data/max_tokens/x and my_max_tokens"),
+        ("unknown key 'max_tokens'", "unknown key 'max_tokens'"),
+        ("use SamplingParams(max_tokens=3)", "use SamplingParams(max_tokens=3)"),
+    ],
+)
+def test_errors_name_flags_to_those_who_typed_them(python: str, typed: str) -> None:
+    with naming_flags(TYPED):
+        assert as_flags(python) == typed
+    assert as_flags(python) == python, "nobody typed flags"
+
+
+def test_hints_of_single_prompts_name_flags_too(shell: Shell) -> None:
+    class Small(FakeLLM):
+        def check_request(self, prompt: object, params: SamplingParams) -> None:
+            raise RequestError("max_model_len=3 is full", hint="raise max_model_len")
+
+    shell.make = Small
+    assert shell("generate", "m", "Hi") == 2
+    assert shell.err == (
+        "error: prompt 1: --max-model-len 3 is full\nhint: raise --max-model-len\n"
+    )

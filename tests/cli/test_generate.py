@@ -179,11 +179,17 @@ def test_messages_need_a_template(shell: Shell, tmp_path: Path) -> None:
     assert shell.llm.requests == ["b"]
 
 
-def test_single_prompt_streams_on_a_terminal(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+def test_a_single_prompt_streams_into_a_pipe_too(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+    write, flush = sys.stdout.write, sys.stdout.flush
+    monkeypatch.setattr(sys.stdout, "write", lambda text: (flushed.append(text), write(text))[1])
+    monkeypatch.setattr(sys.stdout, "flush", lambda: (flushed.append("FLUSH"), flush())[1])
     assert shell("generate", "m", "Hi") == 0
     assert shell.llm.num_closed == 1
     assert shell.out == f"{ANSWER}\n"
+    assert flushed[:4] == [ANSWER[0], "FLUSH", ANSWER[1], "FLUSH"]
 
 
 def test_logprobs_of_impossible_tokens_are_still_json() -> None:

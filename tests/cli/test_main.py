@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -170,6 +171,7 @@ def test_a_file_that_no_verb_expected_to_fail_is_the_users_error(shell: Shell) -
     [
         (["generate", "m", "--temprature", "1"], "did you mean --temperature?"),
         (["generate", "m", "--nothing-like-it"], "see peagle generate --help"),
+        (["generate", "m", "-hello"], "write -- before a text that begins with a dash"),
         (["generate"], "see peagle generate --help"),
         (["nothing"], "see peagle --help"),
     ],
@@ -207,6 +209,21 @@ def test_env_names_hardware_and_versions(shell: Shell) -> None:
     assert shell.json["hardware"]["cores"] >= 1
 
 
+def test_env_names_kernels_compiler_triton_vllm_and_the_cache(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path))
+    monkeypatch.setenv("PEAGLE_CPU_KERNELS", "0")
+    monkeypatch.setenv("CC", "my-cc -v")
+    assert shell("env", "--json") == 0
+    engines = shell.json["engines"]
+    assert engines.keys() == {"cpu kernels", "compiler", "triton", "vllm", "cache folder"}
+    assert engines["cpu kernels"] == "torch's own operations"
+    assert (engines["compiler"], engines["cache folder"]) == ("my-cc -v", str(tmp_path))
+    assert shell("env") == 0
+    assert f"engines cache folder   {tmp_path}" in shell.out
+
+
 def test_error_hint_is_optional(shell: Shell) -> None:
     def refuse(*_: object) -> None:
         raise ModelError("broken")
@@ -214,3 +231,13 @@ def test_error_hint_is_optional(shell: Shell) -> None:
     shell.make = refuse
     assert shell("generate", "m", "Hi") == 2
     assert shell.err == "error: broken\n"
+
+
+@pytest.mark.parametrize(("no_color", "start"), [("", "\033[1;31merror:\033[0m"), ("1", "error:")])
+def test_errors_are_red_on_a_terminal(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, no_color: str, start: str
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("NO_COLOR", no_color)
+    assert shell("generate") == 2
+    assert shell.err.startswith(f"{start} Missing argument")

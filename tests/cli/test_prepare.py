@@ -24,8 +24,9 @@ from .fakes import Shell
 
 
 def test_summary_is_json_and_progress_goes_to_stderr(
-    command: Shell, model: str, prompts: str, tmp_path: Path
+    command: Shell, model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("peagle.cli.progress.FIRST_LINE_SECONDS", 0.0)
     arguments = (*PREPARE, "--model", model, "--prompts", prompts, "--out", str(tmp_path / "d"))
     assert command(*arguments, "--json") == 0
     found = command.json

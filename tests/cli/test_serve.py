@@ -97,14 +97,14 @@ def test_json_takes_vllm_s_keys(shell: Shell) -> None:
     [
         (["serve", "org/m", "--print-command"], "are vLLM's", "add --backend vllm"),
         (["serve", "org/m", "--", "--uds", "x"], "are vLLM's", "add --backend vllm"),
-        (["serve", "org/m", "--enforce-eager"], "option of vLLM's alone", "add --backend vllm"),
+        (["serve", "org/m", "--kv-cache-dtype", "fp8"], "not supported", "add --backend vllm"),
         (
             [*VLLM, "org/m", "--api-key", "x"],
             "--api-key is an option of the embedded",
             "after `--`",
         ),
         ([*VLLM, "org/m", "--batch-invariant"], "--batch-invariant is an option", "drop it"),
-        (["serve", "org/m", "--max-n", "0"], "max_n=0", ">= 1"),
+        (["serve", "org/m", "--max-n", "0"], "--max-n 0", ">= 1"),
         (["serve", "org/m", "--port", "70000"], "--port 70000", "65535"),
         ([*VLLM, "gpt-oss-20"], "no model 'gpt-oss-20'", "did you mean gpt-oss-20b?"),
         ([*VLLM, "org/m", "stray"], "unexpected argument 'stray'", "after `--`"),
@@ -200,7 +200,7 @@ def test_vllm_dying_at_its_start_is_one_error_with_its_words(tmp_path: Path) -> 
     assert running.process.returncode == 2
     assert err.splitlines()[-2:] == [
         "error: vLLM died at its start: ValueError: no such head",
-        "hint: its whole log stands above",
+        "hint: its log is above",
     ]
 
 

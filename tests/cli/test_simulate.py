@@ -103,7 +103,7 @@ def test_a_users_error_is_one_line(shell: Shell, config: str, tmp_path: Path) ->
     (tmp_path / "list.json").write_text("[]")
     model, rates = ("--model", config, "--gpu", "h200"), ("--acceptance", "0.7,0.5")
     for arguments, message in (
-        (model, "how much is accepted"),
+        (model, "the acceptance is not known"),
         (rates, "step costs are not known"),
         ((*model, *rates, "--spec-tokens", "3"), "acceptance at K = 3 is not known"),
         ((*model, *rates, "--spec-tokens", "x"), "not a list of whole numbers"),

@@ -14,7 +14,10 @@ REPORT = (
     "from peagle.__main__ import run; run()"
 )
 # transformers builds a table of all its models; torch's compiler and DTensor come with its models.
-SLOW = ("transformers", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
+SLOW = (
+    *("transformers", "triton", "rich"),
+    *("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"),
+)
 
 
 @pytest.mark.parametrize(("drafter", "raw"), [("none", []), ("ngram", ["--raw"]), ("head", [])])

@@ -56,7 +56,8 @@ def test_a_run_shows_progress_and_ends_with_its_head(
     assert command("train", str(recipe)) == 0
     assert command.json["head"] == str(tmp_path / "run" / "head")
     assert command.json["step"] == 3
-    assert "step 1 (17%" in command.err
+    assert "step 1 (33%" in command.err
+    assert "step 3 (100%" in command.err
     assert "tokens/s" in command.err
     assert (tmp_path / "run" / "head" / "config.json").is_file()
     assert command("train", str(recipe)) == 2

@@ -331,7 +331,7 @@ def test_the_llm_says_what_it_runs(spec_llm: LLM, plain_llm: LLM, model_folder: 
         ("a", {"logit_bias": {262: 1.0}}, "token id 262 is not in the vocabulary"),
         ("a", {"stop_token_ids": [262]}, "token id 262 is not in the vocabulary"),
         ("a", {"num_speculative_tokens": 7}, "num_speculative_tokens=7 is more than"),
-        ({"text": "a"}, {}, "says nothing"),
+        ({"text": "a"}, {}, "neither text nor token ids"),
     ],
 )
 def test_a_request_that_can_never_be_served_is_refused_before_any_work(
@@ -424,6 +424,81 @@ def test_contradictory_sampling_params_are_refused(params: dict[str, Any], messa
         SamplingParams(**params)
 
 
+def test_a_start_is_logged(model_folder: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", logger="peagle"):
+        LLM(str(model_folder), device="cpu", dtype="float32", max_num_seqs=3)
+    assert f"{model_folder}: torch.float32 on cpu in " in caplog.text
+    assert "drafter: none" in caplog.text
+    assert "blocks of 16 tokens" in caplog.text
+    assert "max_num_seqs=3" in caplog.text
+
+
 def test_config_errors_are_user_errors() -> None:
     assert issubclass(ConfigError, PeagleError)
     assert issubclass(RequestError, ValueError)  # what vLLM would have raised
+
+
+def test_generate_and_chat_take_vllms_arguments(plain_llm: LLM) -> None:
+    messages = [{"role": "user", "content": "abc"}]
+    expected = plain_llm.chat(messages, GREEDY)[0].outputs[0].token_ids
+    said = plain_llm.chat(messages, GREEDY, False, lora_request=None, mm_processor_kwargs=None)
+    assert said[0].outputs[0].token_ids == expected
+    plain_llm.generate("abc", GREEDY, use_tqdm=False, priority=[0])
+    with pytest.raises(RequestError, match="in their order"):
+        plain_llm.generate("abc", GREEDY, priority=1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'use_tqmd'"):
+        plain_llm.generate("abc", GREEDY, use_tqmd=False)
+
+
+def test_text_parts_of_a_message_are_its_lines(plain_llm: LLM) -> None:
+    parts = [{"type": "text", "text": "a"}, "b"]
+    joined = plain_llm.render_chat([{"role": "user", "content": "a\nb"}])
+    assert plain_llm.render_chat([{"role": "user", "content": parts}]) == joined
+    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    with pytest.raises(RequestError, match="only text can be read"):
+        plain_llm.chat([{"role": "user", "content": image}], GREEDY)
+
+
+def test_a_template_that_wants_parts_gets_them(plain_llm: LLM) -> None:
+    template = (
+        "{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}"
+    )
+    content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (result,) = plain_llm.chat(
+        [{"role": "user", "content": content}],
+        GREEDY,
+        chat_template=template,
+        chat_template_content_format="openai",
+    )
+    assert result.prompt == "[a][b]"
+
+
+def test_a_template_sees_tools_and_may_leave_out_the_generation_prompt(plain_llm: LLM) -> None:
+    template = "{{ tools }}{{ messages[0].content }}{% if add_generation_prompt %}:{% endif %}"
+    messages = [{"role": "user", "content": "abc"}]
+    (result,) = plain_llm.chat(messages, GREEDY, chat_template=template)
+    assert result.prompt == "Noneabc:"
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    (result,) = plain_llm.chat(
+        messages, GREEDY, chat_template=template, tools=[tool], add_generation_prompt=False
+    )
+    assert result.prompt == f"{[tool]}abc"
+
+
+def test_metrics_have_vllms_names_and_count_what_the_stats_count(
+    plain_llm: LLM, spec_llm: LLM
+) -> None:
+    spec_llm.generate(TEXT, GREEDY)
+    metrics = {metric.name: metric for metric in spec_llm.get_metrics()}
+    stats, prefix = spec_llm.stats, "vllm:spec_decode_num"
+    assert stats.num_drafts > 0
+    assert metrics[f"{prefix}_drafts"].value == stats.num_drafts
+    assert metrics[f"{prefix}_draft_tokens"].value == stats.num_draft_tokens
+    assert metrics[f"{prefix}_accepted_tokens"].value == stats.num_accepted_tokens
+    per_pos = metrics[f"{prefix}_accepted_tokens_per_pos"].values
+    assert sum(per_pos) == stats.num_accepted_tokens
+    assert len(per_pos) >= spec_llm.num_speculative_tokens
+    assert metrics["vllm:generation_tokens"].value == stats.num_output_tokens
+    assert metrics["vllm:prompt_tokens"].value > 0
+    assert metrics["vllm:num_requests_running"].value == 0
+    assert not any("spec_decode" in metric.name for metric in plain_llm.get_metrics())

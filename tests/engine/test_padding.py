@@ -15,8 +15,10 @@ from peagle.engine.runner import BATCH_SIZES, ITEM_COUNTS, ROWS_PER_ITEM, padded
 from peagle.kernels.device_batch import HEADER
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
+from peagle.progress import shown_by
 from peagle.sampling_params import SamplingParams
 from tests.tiny import engines, naive
+from tests.tiny.displays import Remembering
 from tests.tiny.jobs import GREEDY, Job, prompts
 from tests.tiny.models import SHALLOW, head_drafter
 
@@ -133,6 +135,7 @@ def test_warming_up_takes_every_shape_that_greedy_requests_meet(method: str) -> 
 
 
 def test_without_graphs_there_is_nothing_to_warm_up() -> None:
-    told: list[tuple[int, int]] = []
-    engines.make_engine(target(), static=True).warm_up(lambda *counts: told.append(counts))
-    assert told == [(0, 0)]
+    display = Remembering()
+    with shown_by(display):
+        engines.make_engine(target(), static=True).warm_up()
+    assert display.ended == []

@@ -228,7 +228,7 @@ def test_float32_kernels_take_trees_and_give_plain_decodings_answers() -> None:
 
 def test_what_cannot_be_a_tree_is_refused() -> None:
     eagle3 = head_drafter(SHALLOW.make_head(target(), "eagle3"))
-    with pytest.raises(ConfigError, match="eagle3 drafts no trees"):
+    with pytest.raises(ConfigError, match="eagle3 cannot draft trees"):
         Speculation(eagle3, 4, num_draft_nodes=9)
     with pytest.raises(ConfigError, match="rejection verifies chains"):
         Speculation(head(), 4, "rejection", num_draft_nodes=9)

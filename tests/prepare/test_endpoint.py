@@ -76,7 +76,7 @@ def test_what_would_fail_every_row_ends_the_run(reply: Reply, message: str) -> N
         ask(lambda body: reply)
 
 
-def test_a_server_that_is_not_there_ends_the_run() -> None:
+def test_a_server_that_is_not_there_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
     with serving(lambda body: completion([1])) as (url, _):
         pass
     source = EndpointAnswers(Endpoint(url, "m", retries=1, first_wait=0.001), PARAMS, 1)
@@ -84,6 +84,7 @@ def test_a_server_that_is_not_there_ends_the_run() -> None:
     with pytest.raises(DataError, match="gives no answers"):
         source.collect()
     source.close()
+    assert "trying again" in caplog.text, "nobody waits in silence"
 
 
 def test_an_address_needs_its_scheme() -> None:

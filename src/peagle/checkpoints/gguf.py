@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peagle.errors import ModelError
+from peagle.progress import track
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -91,11 +92,13 @@ def _write_weights(reader: GGUFReader, config: dict[str, Any], folder: Path) -> 
 
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     weights = {}
-    for tensor in reader.tensors:
-        values = dequantize(tensor.data, tensor.tensor_type)
-        if ".attn_q." in tensor.name or ".attn_k." in tensor.name:
-            values = _unpermute(values, heads if ".attn_q." in tensor.name else kv_heads)
-        weights[_tensor_name(tensor.name)] = values
+    with track("converting to safetensors", len(reader.tensors), "tensors") as work:
+        for tensor in reader.tensors:
+            values = dequantize(tensor.data, tensor.tensor_type)
+            if ".attn_q." in tensor.name or ".attn_k." in tensor.name:
+                values = _unpermute(values, heads if ".attn_q." in tensor.name else kv_heads)
+            weights[_tensor_name(tensor.name)] = values
+            work.advance()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 

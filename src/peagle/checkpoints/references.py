@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.checkpoints.builtin import BUILTIN_MODELS, Progress, ensure_builtin
+from peagle.checkpoints.builtin import BUILTIN_MODELS, ensure_builtin
 from peagle.checkpoints.files import weight_files
 from peagle.errors import ModelError
 
@@ -31,23 +31,21 @@ def resolve_model(
     *,
     revision: str | None = None,
     local_files_only: bool = False,
-    progress: Progress | None = None,
 ) -> Path:
     """The folder, with config.json and all weights, that a model reference stands for.
 
     A built-in name wins over a folder of that name: write `./NAME` for the folder. An existing
-    folder wins over a Hugging Face id. `revision` belongs to Hugging Face ids alone. `progress`
-    hears of the long steps of building a built-in model; without it they are logged as info.
+    folder wins over a Hugging Face id. `revision` belongs to Hugging Face ids alone.
     """
     if reference in BUILTIN_MODELS:
         _refuse_revision(reference, revision)
-        return ensure_builtin(reference, progress=progress)
+        return ensure_builtin(reference)
     if _looks_like_path(reference):
         _refuse_revision(reference, revision)
         return _checked(Path(reference).expanduser())
     if is_hub_id(reference):
         return _checked(_from_hub(reference, revision, local_files_only))
-    raise ModelError(f"no model {reference!r}", hint=_accepted_forms(reference))
+    raise ModelError(f"there is no model {reference!r}", hint=_accepted_forms(reference))
 
 
 def same_target(recorded: str, model: str) -> bool:
@@ -170,7 +168,7 @@ def _hub_error(repository: str, revision: str | None, error: Exception) -> Model
         )
     return ModelError(
         f"cannot download {repository}: {first_line(error)}",
-        hint="check the network and the free disk space; a second run goes on where this ended",
+        hint="check the network and the free disk space; run it again to continue",
     )
 
 

@@ -1,9 +1,11 @@
 """The `peagle` command: one thin file per verb, nothing heavy imported at the top.
 
 main            the app, and what a user sees when something goes wrong
+verb            what every verb understands: -q, -v, --config, vLLM's ways of writing flags
 flags           flags that verbs share
 engines         where a verb gets its engine
 prompt_files    prompts from the command line, text and jsonl files; bad lines named, others kept
+progress        bars on a terminal, lines elsewhere
 render          tables, the stats line and error lines
 help            what --help prints
 demo            the same prompts with each method

@@ -32,6 +32,7 @@ from peagle.cli import engines, render
 from peagle.cli.flags import Json, expand_flags
 from peagle.cli.flags.bench import BenchFlags
 from peagle.cli.help import Group
+from peagle.config import read_yaml
 
 if TYPE_CHECKING:
     from peagle.bench.analysis.compare import CellComparison, Comparison
@@ -81,18 +82,18 @@ def run(
         str | None, typer.Argument(metavar="MODEL", help="A folder, an id, or smollm2-135m.")
     ] = None,
     out: Annotated[
-        str | None, typer.Option(help="Folder of results; a second run goes on in it.")
+        str | None, typer.Option(help="Folder of results; a second run continues it.")
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="The same keys as YAML; flags win.", metavar="FILE")
     ] = None,
     overwrite: Annotated[
-        bool | None, typer.Option("--overwrite", help="Forget what --out holds.")
+        bool | None, typer.Option("--overwrite", help="Discard what --out holds.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure a grid of method x K x load x workload. `peagle bench compare A B` compares two."""
-    from peagle.bench.run.plan import make_plan, read_yaml
+    from peagle.bench.run.plan import make_plan
 
     given = read_yaml(config) if config else {}
     own = {"model": model, "out": out, "overwrite": overwrite}
@@ -116,7 +117,7 @@ def run(
     if as_json:
         render.print_json(results.to_json())
     if plan.batch_invariant and results.lossless is not None and results.lossless.different:
-        render.note(f"{results.lossless.different} answers differ in spite of --batch-invariant")
+        render.note(f"{results.lossless.different} answers differ despite --batch-invariant")
         raise typer.Exit(1)
 
 
@@ -127,7 +128,9 @@ def compare(
     tolerance: Annotated[
         float | None, typer.Option(help="A loss below this share does not count.", min=0, max=1)
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Compare what is not alike too.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Compare even what was measured differently.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Compare two results; exit code 1 on a regression beyond noise."""

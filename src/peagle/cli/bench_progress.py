@@ -1,65 +1,53 @@
-"""Progress of a grid on stderr: a bar with the time left on a terminal, else a line per run."""
+"""Progress of a grid: what is measured, the time left, and where no bar is shown a line per run."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from statistics import fmean
-from typing import Any
 
 from peagle.bench.results.document import CellRun
 from peagle.bench.results.figures import quantity
 from peagle.bench.run.grid import GridCell, PlannedRun
 from peagle.cli import render
+from peagle.cli.progress import duration_in_words
+from peagle.progress import Work, track
 
 
 class TerminalProgress:
     def __init__(self) -> None:
         self._left = TimeLeft([])
-        self._done = self._total = 0
-        self._bar: Any = None
-        self._task: Any = None
+        self._work = Work("measuring", 0, "runs")
+        self._open = ExitStack()
 
     def __enter__(self) -> TerminalProgress:
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._open.close()
 
     def begin(self, todo: Sequence[PlannedRun], num_done: int) -> None:
         self._left = TimeLeft(todo)
-        self._done, self._total = num_done, num_done + len(todo)
+        total = num_done + len(todo)
         if num_done:
-            self.note(f"{num_done} of {self._total} runs are there already")
-        if self._bar is not None:
-            self._task = self._bar.add_task("", total=self._total, completed=num_done)
+            self.note(f"{num_done} of {total} runs are there already")
+        self._work = self._open.enter_context(track("measuring", total, "runs", done=num_done))
 
     def start(self, planned: PlannedRun) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, description=f"{_name(planned)}{self._remaining()}")
+        self._work.reach(self._work.done, _name(planned))
 
     def finish(self, planned: PlannedRun, run: CellRun, seconds: float) -> None:
-        self._done += 1
         self._left.finish(planned, seconds)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._done)
-            return
-        place = f"[{self._done}/{self._total}]"
-        self.note(f"{place} {_name(planned)}: {quantity(run.otps)} tokens/s{self._remaining()}")
+        self._work.seconds_left = self._left.estimate()
+        self._work.advance()
+        if not sys.stderr.isatty():
+            place = f"[{self._work.done:.0f}/{self._work.total:.0f}]"
+            speed = quantity(run.otps)
+            self.note(f"{place} {_name(planned)}: {speed} tokens/s{self._remaining()}")
 
     def note(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
-        else:
-            render.note(text)
+        render.note(text)
 
     def _remaining(self) -> str:
         seconds = self._left.estimate()
@@ -89,11 +77,3 @@ class TimeLeft:
             return None
         usual = fmean(self.seconds.values())
         return sum(self.seconds.get(planned.cell, usual) for planned in self.todo)
-
-
-def duration_in_words(seconds: float) -> str:
-    """`48 s`, `12 min`, `3 h 05 min`."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"

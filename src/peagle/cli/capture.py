@@ -13,6 +13,7 @@ from peagle.cli.flags import Json, expand_flags
 from peagle.cli.flags.engine import EngineFlags
 from peagle.errors import ConfigError
 from peagle.files import held_folder
+from peagle.progress import track
 
 if TYPE_CHECKING:
     from peagle.data.dataset import Dataset
@@ -26,11 +27,12 @@ TOKENS_PER_PASS = 8192
 @expand_flags
 def capture(
     engine: EngineFlags,
-    dataset: Annotated[Path, typer.Argument(help="A folder of peagle prepare.")],
+    dataset: Annotated[Path, typer.Argument(help="A dataset of peagle prepare.")],
     model: Annotated[str, typer.Option(help="The target, as the recipe names it.")],
-    out: Annotated[Path, typer.Option(help="Folder for the states; a second run goes on in it.")],
+    out: Annotated[Path, typer.Option(help="Folder for the states; a second run continues it.")],
     max_disk: Annotated[
-        str | None, typer.Option(help="Refuse to write more: 200G, 1.5T.", metavar="SIZE")
+        str | None,
+        typer.Option(help="Refuse to write more than this, e.g. 200G or 1.5T.", metavar="SIZE"),
     ] = None,
     layer_ids: Annotated[
         str | None,
@@ -50,7 +52,7 @@ def capture(
         ),
     ] = None,
     forecast_only: Annotated[
-        bool, typer.Option("--forecast", help="Say what it would take and exit.")
+        bool, typer.Option("--forecast", help="Show how much disk it would take, and exit.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -95,10 +97,10 @@ def _write(dataset: Dataset, plan: CapturePlan, out: Path, limit: int | None) ->
 
     done = 0
     try:
-        for done in run_capture(
-            dataset, plan, out, tokens_per_pass=TOKENS_PER_PASS, max_disk=limit
-        ):
-            render.note(f"{done} of {plan.num_rows} rows")
+        passes = run_capture(dataset, plan, out, tokens_per_pass=TOKENS_PER_PASS, max_disk=limit)
+        with track("capturing", plan.num_rows, "rows") as work:
+            for done in passes:
+                work.reach(done)
     except KeyboardInterrupt:
         kept = f"{out} keeps the states of {done} rows" if done else f"{out} keeps what it had"
         render.note(f"interrupted: {kept}; give the same command again to go on")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import signal
 import sys
 import time
@@ -22,8 +23,12 @@ from peagle.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from peagle.engine.llm import LLM
+    from peagle.outputs import RequestOutput
 
-HELP = "/reset starts afresh, /exit or Ctrl-D ends, Ctrl-C cancels an answer"
+COMMANDS = {"/help": "this list", "/reset": "start a new conversation", "/exit": "end the chat"}
+GREETING = "/help lists the commands; Ctrl-D ends the chat"
+KEYS = {"Ctrl-C": "stop the answer; at an empty line: end the chat", "Ctrl-D": "end the chat"}
+HELP = "\n".join(f"{name:7} {what}" for name, what in (COMMANDS | KEYS).items())
 
 
 @expand_flags
@@ -41,7 +46,7 @@ def chat(
         raise ConfigError(
             f"{model} has no chat template", hint="use peagle generate MODEL PROMPT --raw"
         )
-    render.note(HELP)
+    render.note(GREETING)
     failed = _converse(llm, params, system)
     if failed and not sys.stdin.isatty():
         raise typer.Exit(2)
@@ -54,21 +59,35 @@ def _converse(llm: LLM, params: SamplingParams, system: str | None) -> bool:
     for line in _lines():
         if line == "/exit":
             break
-        if line == "/reset":
-            history.clear()
-            render.note("the conversation starts afresh")
+        if line.startswith("/"):
+            failed |= not _obey(line, history)
             continue
         history.append({"role": "user", "content": line})
         try:
             answer = _answer(llm, with_system(history, system), params)
         except RequestError as error:
-            render.print_error(error.message, error.hint or "/reset starts afresh")
+            render.print_error(error.message, "/reset starts a new conversation")
             answer, failed = "", True
         if answer:
             history.append({"role": "assistant", "content": answer})
         else:
             history.pop()  # templates want roles to alternate: no answer, no question
     return failed
+
+
+def _obey(line: str, history: list[Message]) -> bool:
+    """A line that begins with a slash is for us; False if we do not know it."""
+    if line == "/help":
+        render.note(HELP)
+    elif line == "/reset":
+        history.clear()
+        render.note("this is a new conversation")
+    else:
+        nearest = difflib.get_close_matches(line, COMMANDS, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"known: {', '.join(COMMANDS)}"
+        render.print_error(f"{line.split()[0]} is not a command", hint)
+        return False
+    return True
 
 
 def _lines() -> Iterator[str]:
@@ -108,10 +127,20 @@ def _answer(llm: LLM, messages: list[Message], params: SamplingParams) -> str:
     if result.outputs[0].finish_reason == "error":
         raise RequestError(result.outputs[0].error or "the engine gave no reason")
     num_tokens = len(result.outputs[0].token_ids)
-    cancelled = "cancelled: " if interrupted else ""
+    ending = "cancelled: " if interrupted else _cut(result, params)
     seconds = time.perf_counter() - start
-    render.note(f"[{cancelled}{render.stats_line(num_tokens, seconds, result.stats)}]")
+    render.note(f"[{ending}{render.stats_line(num_tokens, seconds, result.stats)}]")
     return text
+
+
+def _cut(result: RequestOutput, params: SamplingParams) -> str:
+    """What ended an answer that the model had not ended itself."""
+    answer = result.outputs[0]
+    if answer.finish_reason != "length":
+        return ""
+    if params.max_tokens is not None and len(answer.token_ids) >= params.max_tokens:
+        return f"cut at --max-tokens {params.max_tokens}: "
+    return "cut, the context is full (/reset starts a new conversation): "
 
 
 @contextmanager

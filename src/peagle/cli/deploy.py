@@ -356,7 +356,6 @@ def _plans(
             options=options,
             now=now,
             tokens_per_second=otps,
-            progress=render.note,
         )
         for region in regions
     ]

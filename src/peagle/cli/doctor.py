@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +25,7 @@ def doctor(
     ] = None,
     *,
     model: Annotated[str, typer.Option(help="The target that is served.")],
-    data: Annotated[Path | None, typer.Option(help="A folder of peagle prepare.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A dataset of peagle prepare.")] = None,
     head: Annotated[str | None, typer.Option(help="A head for this target.")] = None,
     chat_template_kwargs: Annotated[
         str | None,
@@ -34,7 +36,7 @@ def doctor(
     """Check data and head against the target they are for. Exit code 1 if something is wrong.
 
     `peagle doctor HEAD --model TARGET` reads the two configs alone: what fits, by what the target
-    runs, and the memory that both need. With --head and --data the weights are examined, too.
+    runs, and the memory that both need. With --head and --data the weights are examined as well.
     """
     if data is None and head is None and pair is None:
         raise ConfigError("there is nothing to examine", hint="give HEAD, --data, --head or both")
@@ -43,15 +45,17 @@ def doctor(
 
     # A wrong name is the user's error, not a finding.
     (resolve_config if data is None and head is None else resolve_model)(model)
-    findings: list[Finding] = []
+    examined: list[Iterator[Finding]] = []
     if pair is not None:
-        findings += guarded("head", examine_configs(pair, model))
+        examined.append(guarded("head", examine_configs(pair, model)))
     if data is not None:
         served = template_kwargs(chat_template_kwargs)
-        findings += guarded("data", examine_data(data, model, served))
+        examined.append(guarded("data", examine_data(data, model, served)))
     if head is not None:
-        findings += guarded("head", examine_head(head, model, engine.config(), data))
-    for finding in findings:
+        examined.append(guarded("head", examine_head(head, model, engine.config(), data)))
+    findings: list[Finding] = []
+    for finding in itertools.chain(*examined):  # each is shown when it is found
+        findings.append(finding)
         render.write(f"{finding.level:8} {finding.check}: {finding.message}\n")
         if finding.hint:
             render.write(f"         hint: {finding.hint}\n")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from peagle.cli import render
 from peagle.config import EngineConfig, SpeculativeConfig
 
 if TYPE_CHECKING:
@@ -19,10 +18,7 @@ def build_llm(model: str, engine: EngineConfig, drafter: SpeculativeConfig | Non
     """The embedded engine."""
     from peagle.engine.llm import LLM
 
-    llm = LLM(model, speculative_config=drafter, **asdict(replace(engine, warm_up=False)))
-    if engine.warm_up:
-        llm.engine.warm_up(render.counted("capturing steps"))
-    return llm
+    return LLM(model, speculative_config=drafter, **asdict(engine))
 
 
 def build_backend(

@@ -31,14 +31,16 @@ def evaluate(
     model: Annotated[
         str | None, typer.Option(help="The target; default: the one the head names.")
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="A folder of peagle prepare.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A dataset of peagle prepare.")] = None,
     prompts: Annotated[
-        str | None, typer.Option(help="Or prompts, which the target answers first.")
+        str | None, typer.Option(help="Instead of --data: prompts, which the target answers first.")
     ] = None,
     held_out_share: Annotated[
         float | None,
         typer.Option(
-            help="Only rows that training with this data.held_out_share left out.", min=0, max=1
+            help="Use only rows that training held out, by this data.held_out_share.",
+            min=0,
+            max=1,
         ),
     ] = None,
     split: Split = "train",
@@ -50,12 +52,14 @@ def evaluate(
     spec_nodes: Annotated[
         int | None,
         typer.Option(
-            help="Also as trees of 1 to N drafts, K of them behind each other at most.",
+            help="Also evaluate trees of 1 to N drafts, at most K levels deep.",
             min=1,
             max=MAX_DRAFT_NODES,
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens in an answer.")] = MAX_TOKENS,
+    max_tokens: Annotated[
+        int, typer.Option(help="Maximum length of an answer, in tokens.")
+    ] = MAX_TOKENS,
     as_json: Json = False,
 ) -> None:
     """Measure a head offline: acceptance length for K = 1, 2, ... in one pass."""
@@ -80,7 +84,7 @@ def evaluate(
         pair.check_nodes(spec_nodes, k)
     with tempfile.TemporaryDirectory(prefix="peagle-evaluate-") as folder:
         if found is not None:
-            render.note(f"{len(found.good)} prompts are answered")
+            render.note(f"answering {len(found.good)} prompts first")
             spec = answers.spec(pair.network.config.target_model, max_tokens)
             dataset, counts = own_answers(pair, found, spec, Path(folder))
             if counts.failed:

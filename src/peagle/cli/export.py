@@ -24,7 +24,7 @@ def export(
     ] = None,
     mask_token_id: Annotated[
         int | None,
-        typer.Option(help="Row of the mask embedding; default: an id that text never has.", min=0),
+        typer.Option(help="Token id of the mask; default: one that no text has.", min=0),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a head in OUT.")] = False,
     as_json: Json = False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from peagle.cli import engines, render
-from peagle.cli.flags import Json, Model, System, expand_flags, in_flags
+from peagle.cli.flags import Json, Model, System, expand_flags
 from peagle.cli.flags.drafter import DrafterFlags
 from peagle.cli.flags.engine import EngineFlags
 from peagle.cli.flags.sampling import SamplingFlags
@@ -78,11 +77,13 @@ def generate(
     engine: EngineFlags,
     backend: BackendFlags,
     prompts: Annotated[
-        list[str] | None, typer.Argument(help="One prompt each, in quotes.", metavar="PROMPT")
+        list[str] | None, typer.Argument(help="Prompts, each in quotes.", metavar="PROMPT")
     ] = None,
     prompts_file: Annotated[
         str | None,
-        typer.Option(help="One prompt per line, text or jsonl; - is stdin.", metavar="FILE"),
+        typer.Option(
+            help="A file with a prompt per line, text or JSON; - is stdin.", metavar="FILE"
+        ),
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
     system: System = None,
@@ -105,7 +106,7 @@ def generate(
     # 2. What the engine would refuse is set aside, the rest is answered.
     if good:
         llm = engines.build_backend(model, engine_config, drafter_config, vllm)
-        streaming = len(good) == n == 1 and not as_json and sys.stdout.isatty()
+        streaming = len(good) == n == 1 and not as_json
         with closing(llm):
             jobs, refused = prepare_jobs(llm, good, params, system=system, raw=raw)
             _report(refused)
@@ -138,16 +139,15 @@ def _refuse_contradictions(
 ) -> None:
     if raw and system is not None:
         raise ConfigError(
-            "--system needs the chat template, --raw turns it off", hint="drop one of the two"
+            "--system needs the chat template, which --raw turns off", hint="drop one of the two"
         )
     if logprobs is not None and not as_json:
-        raise ConfigError("--logprobs shows in the JSON document alone", hint="add --json")
+        raise ConfigError("--logprobs only appears in the JSON document", hint="add --json")
 
 
 def _report(failures: list[Failure]) -> None:
     for failure in failures[:MOST_REPORTED]:
-        hint = failure.hint and in_flags(failure.hint)
-        render.print_error(f"{failure.where}: {in_flags(failure.message)}", hint)
+        render.print_error(f"{failure.where}: {failure.message}", failure.hint)
     if len(failures) > MOST_REPORTED:
         render.note(f"and {len(failures) - MOST_REPORTED} more; --json has them all")
 

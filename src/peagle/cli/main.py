@@ -30,9 +30,9 @@ from peagle.cli import (
     train,
     tune,
 )
-from peagle.cli.flags import in_flags
-from peagle.cli.help import Command, Group
+from peagle.cli.help import Group
 from peagle.cli.render import print_error
+from peagle.cli.verb import Quiet, Verb, Verbose, as_verb, with_dashes
 from peagle.config import RANGES, expected_value
 from peagle.errors import PeagleError
 from peagle.files import refusal
@@ -49,7 +49,10 @@ app = typer.Typer(
     cls=Group,
     help="Lossless parallel speculative decoding: faster answers, the same tokens.",
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": with_dashes,  # flags may have underscores, as vLLM's may
+    },
 )
 app.command("demo")(demo.demo)
 app.command("generate")(generate.generate)
@@ -68,33 +71,57 @@ app.command("export")(export.export)
 app.command("doctor")(doctor.doctor)
 app.command("heads")(heads.heads)
 app.command("env")(env.env)
-for verb in (*app.registered_commands, *bench.app.registered_commands):
-    verb.cls = Command
+
+
+@app.command("version")
+def _version() -> None:
+    """Show the version."""
+    typer.echo(f"peagle {peagle.__version__}")
+
+
+@app.command("help")
+def _help(
+    words: Annotated[list[str] | None, typer.Argument(metavar="VERB", help="Default: all.")] = None,
+) -> None:
+    """Show the help of a verb."""
+    raise typer.Exit(main([*(words or []), "--help"]))
+
+
+def _make_verbs(group: typer.Typer) -> None:
+    """Gives every command, of groups in it as well, what all verbs understand."""
+    for command in group.registered_commands:
+        assert command.callback is not None
+        command.callback, command.cls = as_verb(command.callback), Verb
+    for inside in group.registered_groups:
+        if inside.typer_instance is not None:
+            _make_verbs(inside.typer_instance)
+
+
+_make_verbs(app)
 
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"peagle {peagle.__version__}")
+        _version()
         raise typer.Exit
 
 
 @app.callback(invoke_without_command=True)
 def _before_every_verb(
     context: typer.Context,
-    verbose: Annotated[
-        int,
-        typer.Option(
-            "--verbose", "-v", count=True, help="Log more; -vv: most.", show_default=False
-        ),
-    ] = 0,
+    verbose: Verbose = 0,
+    quiet: Quiet = False,
     _version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+            *("--version", "-V"),
+            callback=_print_version,
+            is_eager=True,
+            help="Show the version and exit.",
         ),
     ] = False,
 ) -> None:
-    setup_logging(verbose)
+    setup_logging(-1 if quiet else verbose)
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -109,9 +136,7 @@ def main(args: list[str]) -> int:
         code = _run(args)
         sys.stdout.flush()
     except PeagleError as error:
-        verb = next((word for word in args if not word.startswith("-")), "")
-        words = str if verb == "train" else in_flags  # a recipe has keys
-        return _failed(EXIT_USER, words(error.message), error.hint and words(error.hint))
+        return _failed(EXIT_USER, error.message, error.hint)
     except TyperException as error:
         return _failed(EXIT_USER, *_usage_error(error))
     except BrokenPipeError:
@@ -171,6 +196,8 @@ def _usage_error(error: TyperException) -> tuple[str, str]:
         fault = "is out of range" if wrong["type"] in RANGES else "does not fit"
         return f"{parameter.opts[0]} {wrong['input']} {fault}", f"use {expected_value(wrong)}"
     context = getattr(error, "ctx", None)
+    if error.message.startswith("No such option: -") and "--" not in error.message:
+        return error.message, "write -- before a text that begins with a dash"
     return error.format_message(), f"see {context.command_path if context else 'peagle'} --help"
 
 

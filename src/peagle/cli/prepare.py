@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from peagle.backends.vllm.options import VllmOptions
     from peagle.prepare.answers import AnswerSource
     from peagle.prepare.dataset_spec import DatasetSpec
-    from peagle.prepare.preparation import PreparationProgress
 
 MAX_TOKENS = 1024
 CUT_LOOPS = 64
@@ -43,23 +40,26 @@ def prepare(
         str,
         typer.Option(help="A .jsonl or .jsonl.gz file, a folder of them, or a dataset id."),
     ],
-    out: Annotated[Path, typer.Option(help="The dataset's folder; a second run goes on in it.")],
+    out: Annotated[Path, typer.Option(help="The dataset's folder; a second run continues it.")],
     split: Split = "train",
     limit: Limit = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens in an answer.")] = MAX_TOKENS,
+    max_tokens: Annotated[
+        int, typer.Option(help="Maximum length of an answer, in tokens.")
+    ] = MAX_TOKENS,
     max_prompt_tokens: Annotated[
         int | None,
-        typer.Option(help="Skip longer prompts; default: all that fit the context.", min=1),
+        typer.Option(help="Skip longer prompts; default: those that exceed the context.", min=1),
     ] = None,
     cut_loops: Annotated[
-        int, typer.Option(help="Tokens kept after a loop begins; -1: all of it.", min=-1)
+        int, typer.Option(help="Tokens to keep once an answer loops; -1: all of them.", min=-1)
     ] = CUT_LOOPS,
     endpoint: Annotated[
         str | None,
-        typer.Option(help="An OpenAI-compatible server (vLLM) answers.", metavar="URL"),
+        typer.Option(help="Let an OpenAI-compatible server, e.g. vLLM, answer.", metavar="URL"),
     ] = None,
     endpoint_model: Annotated[
-        str | None, typer.Option(help="The model's name there; default: --model.", metavar="NAME")
+        str | None,
+        typer.Option(help="The model's name on the server; default: --model.", metavar="NAME"),
     ] = None,
     endpoint_key_env: Annotated[
         str | None, typer.Option(help="Environment variable with its API key.", metavar="VAR")
@@ -98,7 +98,7 @@ def prepare(
             source = _vllm(model, engine, drafter, spec, vllm)
         else:
             source = _embedded(model, engine, drafter, spec)
-        run = Preparation(writer, source, asking, max_prompt_tokens, report=ProgressLine())
+        run = Preparation(writer, source, asking, max_prompt_tokens)
         try:
             counts = run(found.good, found.bad)
         except KeyboardInterrupt:
@@ -125,33 +125,6 @@ def prepare(
         render.print_json(document)
     else:
         _print_summary(document)
-
-
-class ProgressLine:
-    """One line on stderr: rewritten on a terminal, now and then elsewhere."""
-
-    def __init__(self) -> None:
-        self.on_terminal = sys.stderr.isatty()
-        self.every = 1.0 if self.on_terminal else 30.0
-        self.last = time.monotonic()
-
-    def __call__(self, progress: PreparationProgress) -> None:
-        now = time.monotonic()
-        finished = progress.done == progress.total
-        if now - self.last < self.every and not finished:
-            return
-        self.last = now
-        left = progress.seconds_left
-        line = (
-            f"{progress.done} of {progress.total} prompts, {progress.num_tokens} tokens, "
-            f"{progress.tokens_per_second:.0f} tokens/s, "
-            f"{'?' if left is None else f'{left / 60:.1f}'} min left"
-        )
-        if self.on_terminal:
-            sys.stderr.write(f"\r\033[K{line}" + ("\n" if finished else ""))
-            sys.stderr.flush()
-        else:
-            render.note(line)
 
 
 def _embedded(

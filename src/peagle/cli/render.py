@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from peagle.bench.results import figures
+from peagle.errors import PeagleError
+from peagle.log import is_quiet
 from peagle.speculation.statistics import SpecDecodeStats
 
 if TYPE_CHECKING:
@@ -22,26 +27,56 @@ PADDING = 3  # of a column: a line and a space on both sides
 
 def print_error(message: str, hint: str | None = None) -> None:
     """One line, whatever the message holds, and the hint on its own."""
-    sys.stderr.write(f"error: {' '.join(message.split())}\n")
+    sys.stderr.write(f"{_red('error:')} {as_flags(' '.join(message.split()))}\n")
     if hint:
-        sys.stderr.write(f"hint: {' '.join(hint.split())}\n")
+        sys.stderr.write(f"hint: {as_flags(' '.join(hint.split()))}\n")
     sys.stderr.flush()
+
+
+def _red(text: str) -> str:
+    """On a terminal, unless NO_COLOR is set."""
+    is_plain = not sys.stderr.isatty() or os.environ.get("NO_COLOR")
+    return text if is_plain else f"\033[1;31m{text}\033[0m"
+
+
+def as_flags(text: str) -> str:
+    """`max_model_len=9 is out of range` -> `--max-model-len 9 is out of range`: an error names
+    options as Python has them, and whoever typed flags knows them by those."""
+    flags = _typed.get(None) or {}
+    names = "|".join(sorted(flags, key=len, reverse=True))
+
+    def flag(match: re.Match[str]) -> str:
+        name, assigned = match.groups()
+        is_option = assigned or "_" in name  # `seed` alone is a word
+        return f"{flags[name]}{' ' if assigned else ''}" if is_option else match[0]
+
+    # Neither `head.max_tokens` of a recipe, nor a part of a call, a path, a JSON text or a word.
+    pattern = rf"(?<![\w./'\"(-])({names})\b(?![\w./'\"(-])(=?)"
+    return re.sub(pattern, flag, text) if flags else text
+
+
+_typed: ContextVar[dict[str, str]] = ContextVar("typed")  # flags of the verb that runs
+
+
+@contextmanager
+def naming_flags(flags: dict[str, str]) -> Iterator[None]:
+    """Errors inside name options by these flags, by option."""
+    token = _typed.set(flags)
+    try:
+        yield
+    except PeagleError as error:
+        error.message = as_flags(error.message)
+        error.hint = as_flags(error.hint) if error.hint else None
+        raise
+    finally:
+        _typed.reset(token)
 
 
 def note(text: str) -> None:
-    """Progress and remarks."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
-
-
-def counted(label: str) -> Callable[[int, int], None]:
-    """Progress by counts: a note for each tenth."""
-
-    def tell(done: int, total: int) -> None:
-        if done and (done == total or done % max(total // 10, 1) == 0):
-            note(f"{label}: {done} of {total}")
-
-    return tell
+    """A remark, unless the user asked for quiet."""
+    if not is_quiet():
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def write(text: str) -> None:

@@ -84,7 +84,6 @@ def serve(
         options=options,
         extra=[*_address_words(host, port), *_checked_words(vllm_arguments or [])],
         fetch=not print_command,
-        progress=render.note,
     )
     for text in command.notes:
         render.note(f"note: {text}")

@@ -54,16 +54,16 @@ def simulate_command(
     ] = None,
     method: Annotated[str, typer.Option(help="With a list of rates: which methods.")] = "p-eagle",
     spec_tokens: Annotated[
-        str | None, typer.Option(help="K, several with commas; default: up to what is known.")
+        str | None, typer.Option(help="K, or several separated by commas; default: all known.")
     ] = None,
     concurrency: Annotated[
         str | None,
-        typer.Option(help="Requests at once; default: those of --costs, else 1,4,16,64."),
+        typer.Option(help="Concurrent requests; default: those of --costs, else 1,4,16,64."),
     ] = None,
-    context: Annotated[int, typer.Option(help="Tokens behind each request.")] = 1024,
+    context: Annotated[int, typer.Option(help="Context length of each request, in tokens.")] = 1024,
     check: Annotated[
         Path | None,
-        typer.Option("--validate", help="Predict the cells of bench results; state the error."),
+        typer.Option("--validate", help="Predict the cells of bench results, and show the error."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -90,7 +90,7 @@ def simulate_command(
 def _profiles(acceptance: str | None, method: str) -> dict[str, Profile]:
     if acceptance is None:
         raise ConfigError(
-            "how much is accepted is not known", hint="give --acceptance 0.73,0.51,0.35 or a file"
+            "the acceptance is not known", hint="give --acceptance 0.73,0.51,0.35 or a file"
         )
     return read_profiles(acceptance, method.split(","))
 
@@ -229,7 +229,7 @@ def _shape(model: str) -> DecoderShape:
     if path.suffix != ".json":
         from peagle.checkpoints.builtin import BUILTIN_MODELS, ensure_builtin
 
-        folder = ensure_builtin(model, progress=render.note) if model in BUILTIN_MODELS else path
+        folder = ensure_builtin(model) if model in BUILTIN_MODELS else path
         path = folder / "config.json"
     return decoder_shape(_read_object(path, "give a model folder or a config.json"), str(path))
 

@@ -16,7 +16,6 @@ from typing import Any
 from peagle.backends.vllm.arguments import VllmServer, plan_server
 from peagle.backends.vllm.options import VllmOptions
 from peagle.backends.vllm.released import find_released
-from peagle.checkpoints.builtin import Progress
 from peagle.deploy.config import DeployConfig
 from peagle.deploy.container import MOUNT, check_region, default_image, environment
 from peagle.deploy.instances import Memory, choose_instance, memory_of, text_config
@@ -215,13 +214,12 @@ def make_plan(
     options: VllmOptions,
     now: datetime,
     tokens_per_second: float | None = None,
-    progress: Progress | None = None,
 ) -> DeployPlan:
     """`drafter` holds the keys of a speculative_config that were asked for."""
     # 1. What vLLM is told: as for `peagle serve`.
     check_region(region)
     released = find_released(model)
-    server = plan_server(model, drafter=drafter, options=options, fetch=True, progress=progress)
+    server = plan_server(model, drafter=drafter, options=options, fetch=True)
     name = _checked_name(config.name or _default_name(model))
 
     # 2. Where it runs.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
@@ -66,7 +66,7 @@ class Speculation:
     def _check_tree(self, num_nodes: int) -> None:
         if not hasattr(self.drafter, "lattice"):
             raise ConfigError(
-                f"num_draft_nodes={num_nodes}, but {self.drafter.method} drafts no trees",
+                f"num_draft_nodes={num_nodes}, but {self.drafter.method} cannot draft trees",
                 hint="use a P-EAGLE head, or drop it",
             )
         if self.verification == "rejection":
@@ -456,9 +456,9 @@ class Engine:
         request.finish("stop")
 
     @torch.inference_mode()
-    def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def warm_up(self) -> None:
         """Captures the CUDA graphs of common steps now rather than when each is first met."""
-        self.runner.warm_up(self._common_drafts, self.scheduler.max_num_batched_tokens, progress)
+        self.runner.warm_up(self._common_drafts, self.scheduler.max_num_batched_tokens)
 
     def _common_drafts(self, batch: int, has_prompts: bool) -> list[StepShape]:
         """What so many requests may be drafted; beside prompts only what is most likely."""

@@ -87,7 +87,7 @@ def load_speculation(config: SpeculativeConfig, target: TargetModel) -> Speculat
     invariant = target.policy.batch_invariant
     if config.num_draft_nodes is not None and invariant:
         raise ConfigError(
-            "batch_invariant and trees do not go together: a row's sums follow where it lies",
+            "batch_invariant cannot be combined with trees: a row's sums depend on its place",
             hint="drop num_draft_nodes, or batch_invariant",
         )
     if config.num_draft_nodes is not None and not target.rolls_back:

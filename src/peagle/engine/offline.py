@@ -7,11 +7,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
+from peagle.compatibility import GENERATE_ARGUMENTS, refuse_others
 from peagle.engine.prompts import Message, Prompt, PromptReader, TokenizedPrompt, params_for
 from peagle.outputs import RequestOutput
+from peagle.progress import track
 from peagle.sampling_params import SamplingParams
 
 
@@ -58,10 +61,22 @@ class OfflineInference(ABC, Generic[_Open]):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **unused: Any,
     ) -> list[RequestOutput]:
         """Answers all prompts, in their order. Raises RequestError before any work if one of
-        them can never be served; see `check_request`."""
-        outputs = dict(self.as_finished(prompts, sampling_params))
+        them can never be served; see `check_request`. `unused` are vLLM's arguments without a
+        meaning here, see `compatibility`."""
+        refuse_others(unused, GENERATE_ARGUMENTS)
+        count = 1 if isinstance(prompts, str | Mapping) else len(prompts)
+        is_shown = bool(use_tqdm) and count > 1
+        outputs = {}
+        with track("answering", count, "prompts") if is_shown else nullcontext() as work:
+            for index, output in self.as_finished(prompts, sampling_params):
+                outputs[index] = output
+                if work is not None:
+                    work.advance()
         return [outputs[index] for index in range(len(outputs))]
 
     def as_finished(

@@ -35,7 +35,7 @@ class PromptReader:
         if "prompt" in prompt:
             return TokenizedPrompt(prompt["prompt"], self._encode(prompt["prompt"]))
         raise RequestError(
-            f"a prompt with keys {sorted(prompt)} says nothing",
+            f"a prompt with keys {sorted(prompt)} has neither text nor token ids",
             hint='give text, {"prompt": text} or {"prompt_token_ids": [...]}',
         )
 
@@ -44,23 +44,28 @@ class PromptReader:
         messages: Sequence[Message],
         *,
         chat_template: str | None = None,
+        content_format: str = "auto",
         kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """A conversation as a prompt of token ids, ready for an answer."""
+        """A conversation as a prompt of token ids, ready for an answer unless `kwargs`, which the
+        template sees, says otherwise. Templates get the parts of a content as one text; those
+        that want a list do for content_format "openai"."""
         if chat_template is None and not self.tokenizer.chat_template:
             raise RequestError(
-                "this model has no chat template", hint="use generate with a plain prompt"
+                "this model has no chat template", hint="call generate with a plain prompt"
             )
-        options: dict[str, Any] = dict(kwargs or {})
+        as_text = content_format != "openai"
+        options: dict[str, Any] = {"add_generation_prompt": True, **(kwargs or {})}
         try:
             text = self.tokenizer.apply_chat_template(
-                [dict(m) for m in messages],
+                [_text_message(message) if as_text else dict(message) for message in messages],
                 chat_template=chat_template,
                 tokenize=False,
-                add_generation_prompt=True,
                 **options,
             )
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ValueError) as error:
+            if isinstance(error, RequestError):
+                raise
             raise RequestError(
                 f"the chat template refuses the messages: {error}", hint="check roles and contents"
             ) from error
@@ -70,6 +75,25 @@ class PromptReader:
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
+
+
+def _text_message(message: Message) -> dict[str, Any]:
+    """A message whose content is text: of parts as the OpenAI API has them, one line each."""
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return dict(message)
+    texts = [part if isinstance(part, str) else _part_text(part) for part in parts]
+    return {**message, "content": "\n".join(texts)}
+
+
+def _part_text(part: Any) -> str:
+    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+    if kind not in ("text", "input_text") or not isinstance(part.get("text"), str):
+        raise RequestError(
+            f"a message has a part of type {kind!r}, but only text can be read",
+            hint='use {"type": "text", "text": "..."}',
+        )
+    return str(part["text"])
 
 
 def params_for(

@@ -71,7 +71,8 @@ class ExactLayout:
         positions = attention.positions
         if len(index) == first:
             return Rows(attention, positions, Packing(first))
-        return Rows(attention, positions, Packing(first, torch.tensor(index, dtype=torch.long)))
+        real = torch.tensor(index, dtype=torch.long, device=positions.device)
+        return Rows(attention, positions, Packing(first, real))
 
     def pack(self, counts: Tensor, rows_per_item: int) -> Packing:
         return pack(counts.tolist(), rows_per_item, counts.device)

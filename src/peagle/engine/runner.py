@@ -23,6 +23,7 @@ from peagle.engine.request import Request
 from peagle.engine.scheduler import Chunk, Slot
 from peagle.engine.step import Step, StepModels, StepShape, empty_inputs
 from peagle.models.drafter import SequenceDraft
+from peagle.progress import track
 from peagle.speculation import trees
 
 # Which few shapes there are graphs for. Rows of a prompt that attend together; items of them.
@@ -111,17 +112,17 @@ class Runner:
             return self._run_eagerly(Step(self.models, shape), inputs, host)
         return Report(*self._graph(shape).run(inputs))
 
-    def warm_up(
-        self, drafts: DraftShapes, max_rows: int, progress: Callable[[int, int], None]
-    ) -> None:
+    def warm_up(self, drafts: DraftShapes, max_rows: int) -> None:
         """Captures the shapes that greedy requests meet: every size of a batch and of prompts, for
-        contexts of WARM_CONTEXTS, with the drafts of each. `progress` hears how many of how many
-        are done: of none where steps are not graphs."""
-        shapes = [] if self._memory is None else self._common_shapes(drafts, max_rows)
-        progress(0, len(shapes))
-        for done, shape in enumerate(shapes, start=1):
-            self._graph(shape)
-            progress(done, len(shapes))
+        contexts of WARM_CONTEXTS, with the drafts of each. There is nothing to do where steps are
+        not graphs."""
+        if self._memory is None:
+            return
+        shapes = self._common_shapes(drafts, max_rows)
+        with track("capturing CUDA graphs", len(shapes), "graphs") as work:
+            for shape in shapes:
+                self._graph(shape)
+                work.advance()
 
     def _common_shapes(self, drafts: DraftShapes, max_rows: int) -> list[StepShape]:
         """The largest first: the memory of a graph serves all that need less."""

@@ -19,6 +19,7 @@ from peagle.data.dataset import Dataset
 from peagle.data.packing import PackedRow, assign, pack
 from peagle.evaluate.replay import Limits, replay, run_lengths, steps
 from peagle.models.eagle import EagleNetwork
+from peagle.progress import track
 from peagle.speculation.looping import is_looping
 from peagle.speculation.statistics import SpecDecodeStats
 from peagle.speculation.trees import BEAM
@@ -144,15 +145,17 @@ class Evaluator:
         self, model: DraftModel, chances_of: Callable[[PackedRow], Tensor], room: int = 0
     ) -> Iterator[Document]:
         """`chances_of` a packed row are [J, n, ...]; `room`: slots behind its last document."""
-        for indices in self.rows:
-            row = pack(self.dataset, indices, self.tokens_per_row + room)
-            chances = chances_of(row)
-            for number, index in enumerate(indices):
-                here = row.document == number
-                tokens, mask = row.token_ids[here], row.loss_mask[here]
-                groups = self._groups(index, tokens[mask].tolist())
-                limits = self._limits(model, index, mask.tolist())
-                yield Document(groups, mask.tolist(), limits, chances[:, here])
+        with track("evaluating", sum(map(len, self.rows)), "rows") as work:
+            for indices in self.rows:
+                row = pack(self.dataset, indices, self.tokens_per_row + room)
+                chances = chances_of(row)
+                for number, index in enumerate(indices):
+                    here = row.document == number
+                    tokens, mask = row.token_ids[here], row.loss_mask[here]
+                    groups = self._groups(index, tokens[mask].tolist())
+                    limits = self._limits(model, index, mask.tolist())
+                    yield Document(groups, mask.tolist(), limits, chances[:, here])
+                    work.advance()
 
     def _chances(self, model: DraftModel, row: PackedRow, rule: AcceptanceRule) -> Tensor:
         """[J, n, K]"""

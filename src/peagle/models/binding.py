@@ -28,7 +28,9 @@ def _check_batch_invariant(model: nn.Module) -> None:
             "batch_invariant has no kernels for this target's layers", hint="drop batch_invariant"
         )
     if any(isinstance(module, Fp8Linear) for module in model.modules()):
-        raise ConfigError("batch_invariant has no 8-bit products", hint="drop quantization=fp8")
+        raise ConfigError(
+            "batch_invariant cannot be combined with 8-bit weights", hint="drop quantization=fp8"
+        )
     device = next(model.parameters()).device
     if device.type != "cuda":
         raise ConfigError(

@@ -258,8 +258,8 @@ def _gpt_oss(config: Any) -> DecoderConfig:
         intermediate_size=config.intermediate_size,
         router="softmax_of_best",
         bias=True,
-        clamp=config.swiglu_limit,
-        swish_gain=config.swiglu_alpha,
+        clamp=getattr(config, "swiglu_limit", 7.0),  # constants of older transformers' code
+        swish_gain=getattr(config, "swiglu_alpha", 1.702),
     )
     return replace(
         _pre_norm(config),

@@ -50,7 +50,7 @@ class EndpointAnswers:
     def _gone(self, reason: ServerError) -> DataError:
         return DataError(
             f"{self.endpoint.base_url}{PATH} gives no answers: {reason}",
-            hint="check --endpoint and --endpoint-model; the same command goes on where this ended",
+            hint="check --endpoint and --endpoint-model; run the same command again to continue",
         )
 
     def _body(self, question: Question) -> dict[str, Any]:

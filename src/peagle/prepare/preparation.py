@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
-from typing import NamedTuple
 
 from peagle.data.dataset import DatasetWriter
 from peagle.data.prompts import BadPrompt, Conversation
@@ -21,25 +20,11 @@ from peagle.files import writing
 from peagle.prepare.answers import AnswerSource, Question, TargetAnswer
 from peagle.prepare.dialogue import Dialogue, DialogueOptions
 from peagle.processes import uninterrupted
+from peagle.progress import Work, track
 
 ERRORS = "errors.jsonl"
 GO_ON = "give the same command again: rows written before are safe"
 ALL_ROWS = 1 << 62  # the writer must not cut a conversation in two: we say when to flush
-
-
-class PreparationProgress(NamedTuple):
-    done: int  # conversations, of this run
-    total: int  # to do in this run
-    num_tokens: int  # generated
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
-
-    @property
-    def seconds_left(self) -> float | None:
-        return self.seconds / self.done * (self.total - self.done) if self.done else None
 
 
 @dataclass
@@ -53,10 +38,6 @@ class PreparationCounts:
     num_tokens: int = 0
 
 
-def _silent(progress: PreparationProgress) -> None:
-    pass
-
-
 @dataclass
 class Preparation:
     """One run over a list of conversations."""
@@ -66,7 +47,6 @@ class Preparation:
     options: DialogueOptions
     max_prompt_tokens: int | None = None
     flush_seconds: float = 20.0
-    report: Callable[[PreparationProgress], None] = _silent
     counts: PreparationCounts = field(default_factory=PreparationCounts)
     _num_done: int = 0
 
@@ -83,7 +63,8 @@ class Preparation:
             gc.collect()
             gc.freeze()  # else each full collection looks at all libraries while a GPU waits
             try:
-                self._answer_all(todo)
+                with track("answering", len(todo), "prompts") as work:
+                    self._answer_all(todo, work)
             finally:  # after Ctrl-C or a lost endpoint, too
                 gc.unfreeze()
                 with uninterrupted():
@@ -92,7 +73,7 @@ class Preparation:
         self.counts.failed += len(bad)
         return self.counts
 
-    def _answer_all(self, todo: Sequence[Conversation]) -> None:
+    def _answer_all(self, todo: Sequence[Conversation], work: Work) -> None:
         opened = self._open(todo)
         dialogues: dict[Question, Dialogue] = {}
         begun = flushed = monotonic()
@@ -112,9 +93,8 @@ class Preparation:
                 if now - flushed > self.flush_seconds:
                     self.writer.flush()
                     flushed = now
-            self.report(
-                PreparationProgress(self._num_done, len(todo), self.counts.num_tokens, now - begun)
-            )
+            num_tokens = self.counts.num_tokens
+            work.reach(self._num_done, f"{num_tokens / max(now - begun, 1e-9):.0f} tokens/s")
 
     def _open(self, todo: Sequence[Conversation]) -> Iterator[tuple[Question, Dialogue]]:
         """First questions, asked when they are drawn from here."""

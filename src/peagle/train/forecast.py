@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from peagle.progress import track
 from peagle.teacher_forcing.attention import attention_for
 from peagle.train.batches import Prefetch
 from peagle.train.planner import PlannedRow
@@ -59,16 +60,19 @@ def run_steps(setup: Setup, num_steps: int) -> Measured:
     rows, pin = setup.batches.rows_from(0), trainer.device.type == "cuda"
     prefetch = Prefetch(rows, data.prefetch, pin=pin)
     try:
-        began = time.monotonic()
-        for _ in range(WARM_UP_STEPS):
-            trainer.step([next(prefetch) for _ in range(data.rows_per_step)], 0.0)
-        trainer.take_metrics()
-        waited, warm = 0.0, time.monotonic()
-        for _ in range(num_steps):
-            before = time.monotonic()
-            planned = [next(prefetch) for _ in range(data.rows_per_step)]
-            waited += time.monotonic() - before
-            trainer.step(planned, 0.0)
+        with track("measuring", WARM_UP_STEPS + num_steps, "steps") as work:
+            began = time.monotonic()
+            for _ in range(WARM_UP_STEPS):
+                trainer.step([next(prefetch) for _ in range(data.rows_per_step)], 0.0)
+                work.advance()
+            trainer.take_metrics()
+            waited, warm = 0.0, time.monotonic()
+            for _ in range(num_steps):
+                before = time.monotonic()
+                planned = [next(prefetch) for _ in range(data.rows_per_step)]
+                waited += time.monotonic() - before
+                trainer.step(planned, 0.0)
+                work.advance()
         metrics = trainer.take_metrics()
         return Measured(metrics, time.monotonic() - warm, waited, warm - began, planned[0])
     finally:

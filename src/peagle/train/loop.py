@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import time
+from contextlib import AbstractContextManager
 
 from peagle.errors import TrainingError
 from peagle.evaluate.evaluator import Evaluation
 from peagle.processes import StopSignals, Terminated
+from peagle.progress import Work, track
 from peagle.train.batches import Prefetch
 from peagle.train.distributed import rank, total, world_size
 from peagle.train.journal import Journal, Report
@@ -43,7 +45,6 @@ class TrainingRun:
         self._saved = self.progress if step else None
         self._log_time = time.monotonic()
         self._waited = 0.0
-        self._done = 1.0  # share of the run
         self._first = True
         self._warned = False
 
@@ -56,14 +57,15 @@ class TrainingRun:
         pin = setup.trainer.device.type == "cuda"
         prefetch = Prefetch(rows, recipe.data.prefetch, pin=pin)
         try:
-            with StopSignals(impatient=True) as signals:
+            with StopSignals(impatient=True) as signals, self._tracked() as work:
                 while (share := self._share()) < 1.0 and not self._must_stop(signals):
-                    began, self._done = time.monotonic(), share
+                    began = time.monotonic()
                     planned = self._next(prefetch, per_step)
                     rate = learning_rate_share(recipe.schedule, share)
                     setup.trainer.step(planned, recipe.optimizer.learning_rate * rate)
                     self._count_step(began)
                     self._after_step()
+                    work.reach(self._done_of_total()[0], f"step {self.progress.step}")
                 self._finish(whole=share >= 1.0)
             signals.interrupt()
             if share < 1.0:  # another process was told to stop
@@ -73,6 +75,18 @@ class TrainingRun:
             with self.folder.writing():
                 self.journal.close()
         return self.progress
+
+    def _tracked(self) -> AbstractContextManager[Work]:
+        done, total = self._done_of_total()
+        by_time = self.recipe.schedule.minutes is not None
+        return track("training", total, "minutes" if by_time else "steps", done=done)
+
+    def _done_of_total(self) -> tuple[float, float]:
+        """What the schedule counts: minutes or steps."""
+        minutes = self.recipe.schedule.minutes
+        if minutes is None:
+            return self.progress.step, self.total_steps
+        return self.progress.seconds / 60, minutes
 
     @property
     def saved_step(self) -> int:
@@ -137,9 +151,10 @@ class TrainingRun:
                 hint=f"resume from {self.folder.checkpoints} with a lower optimizer.learning_rate",
             )
         self._warn_of_cuts(metrics)
+        done, whole = self._done_of_total()
         record = metrics._asdict() | {
             "step": self.progress.step,
-            "done": round(min(self._done, 1.0), 4),
+            "done": round(min(done / whole, 1.0), 4),
             "minutes": round(self.progress.seconds / 60, 3),
             "tokens_per_second": round(metrics.tokens / seconds),
             "waiting_share": round(waited / seconds, 4),

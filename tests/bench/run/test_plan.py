@@ -19,9 +19,11 @@ from peagle.bench.run.grid import (
     run_order,
 )
 from peagle.bench.run.null_backend import NullBackend
-from peagle.bench.run.plan import BenchPlan, make_plan, read_yaml
+from peagle.bench.run.plan import BenchPlan, make_plan
 from peagle.bench.run.sessions import Engines, engine_config, vllm_options
-from peagle.cli.bench_progress import TimeLeft, duration_in_words
+from peagle.cli.bench_progress import TimeLeft
+from peagle.cli.progress import duration_in_words
+from peagle.config import read_yaml
 from peagle.errors import ConfigError
 
 

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from peagle.engine.engine import Engine
+from peagle.progress import shown_by
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.budget import Counts, DraftBudget, DraftChoice
 from tests.tiny import engines, naive
+from tests.tiny.displays import Remembering
 from tests.tiny.jobs import Job, prompts
 
 from ..test_sampled_distribution import LENGTH, SMALL_VOCAB, check_distribution
@@ -272,9 +274,11 @@ def test_numbers_of_drafts_that_change_from_step_to_step_leave_the_answers_alone
 
 def test_after_a_warm_up_greedy_requests_capture_nothing() -> None:
     engine = captured_engine(*models("cuda", HEADS["p-eagle"]), "coupled")
-    told: list[tuple[int, int]] = []
-    engine.warm_up(lambda *counts: told.append(counts))
+    display = Remembering()
+    with shown_by(display):
+        engine.warm_up()
     captured = captured_shapes(engine)
-    assert told == [(n, len(captured)) for n in range(len(captured) + 1)]
+    work = display.work("capturing CUDA graphs")
+    assert work.done == work.total == len(captured)
     engines.run(engine, jobs_of([GREEDY]))
     assert captured_shapes(engine) == captured

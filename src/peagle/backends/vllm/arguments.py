@@ -14,7 +14,6 @@ from peagle.backends.vllm.drafting import Export, VllmDrafter, plan_drafting, wi
 from peagle.backends.vllm.models import Target, find_target
 from peagle.backends.vllm.options import VllmOptions
 from peagle.backends.vllm.released import ReleasedModel, find_released
-from peagle.checkpoints.builtin import Progress
 from peagle.checkpoints.files import read_json
 from peagle.checkpoints.heads.layouts import CONFIG
 from peagle.checkpoints.references import resolve_model
@@ -191,10 +190,9 @@ def build_command(
     options: VllmOptions,
     extra: Sequence[str] = (),
     fetch: bool = False,
-    progress: Progress | None = None,
 ) -> VllmCommand:
     """The line for `plan_server`'s server; `extra`, words for vLLM alone, wins over all."""
-    server = plan_server(model, drafter=drafter, options=options, fetch=fetch, progress=progress)
+    server = plan_server(model, drafter=drafter, options=options, fetch=fetch)
     words: list[str] = []
     for name, value in server.arguments.items():
         words += _flag(name, value, unless=extra)
@@ -214,14 +212,13 @@ def plan_server(
     drafter: Mapping[str, Any],
     options: VllmOptions,
     fetch: bool = False,
-    progress: Progress | None = None,
 ) -> VllmServer:
     """`drafter` holds the keys of a speculative_config that were given, {} if none was.
 
     A model of the released table brings its head and options along; what is given wins over it.
     """
     released = find_released(model)
-    target = find_target(model, fetch=fetch, progress=progress)
+    target = find_target(model, fetch=fetch)
     wanted = with_released_head(drafter, released)
     drafting = plan_drafting(wanted, target, max_model_len=options.max_model_len)
     merged = merge_options(options, released, drafting)

@@ -106,7 +106,7 @@ def check_installed() -> None:
         oldest = ".".join(map(str, OLDEST_IN_PROCESS))
         raise BackendError(f"vLLM {version} is too old: {oldest} or newer is needed", hint=INSTALL)
     if numbers > OLDEST_IN_PROCESS:
-        logger.warning("vLLM %s is newer than %s, with which we are tested", version, TESTED)
+        logger.warning("vLLM %s is newer than %s, the version that was tested", version, TESTED)
 
 
 def installed_version() -> str | None:

@@ -19,7 +19,7 @@ from peagle.backends.vllm.released import (
     released_with_head,
 )
 from peagle.cache import cache_folder
-from peagle.checkpoints.builtin import BUILTIN_MODELS, Progress
+from peagle.checkpoints.builtin import BUILTIN_MODELS
 from peagle.checkpoints.files import read_json
 from peagle.checkpoints.heads.config import read_head_config
 from peagle.checkpoints.heads.layouts import CONFIG, FORMAT, OURS
@@ -49,7 +49,7 @@ class Head:
     max_speculative_tokens: int | None = None  # the depth it was trained for
 
 
-def find_target(reference: str, *, fetch: bool, progress: Progress | None = None) -> Target:
+def find_target(reference: str, *, fetch: bool) -> Target:
     """`fetch=False` only says where a built-in model will lie."""
     if released := find_released(reference):
         return Target(given=reference, reference=released.target)
@@ -61,7 +61,7 @@ def find_target(reference: str, *, fetch: bool, progress: Progress | None = None
     if builtin and not fetch:
         folder = cache_folder() / "models" / reference
     else:
-        folder = resolve_model(reference, progress=progress)
+        folder = resolve_model(reference)
     return Target(
         given=reference,
         reference=str(folder),
@@ -156,4 +156,4 @@ def _unknown_model(reference: str) -> ModelError:
     forms = f"give a folder, a Hugging Face id (org/name), or one of: {', '.join(known)}"
     nearest = nearest_name(reference, known)
     hint = f"did you mean {nearest}? Or {forms}" if nearest else forms
-    return ModelError(f"no model {reference!r}", hint=hint)
+    return ModelError(f"there is no model {reference!r}", hint=hint)

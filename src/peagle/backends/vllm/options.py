@@ -26,10 +26,12 @@ SIZES = (
 class VllmOptions:
     """None leaves the choice to vLLM. Fields without a Doc mean what they mean in EngineConfig."""
 
-    tensor_parallel_size: Annotated[int | None, Doc("GPUs that share each layer.")] = None
-    pipeline_parallel_size: Annotated[int | None, Doc("Groups of layers.")] = None
+    tensor_parallel_size: Annotated[int | None, Doc("GPUs that each layer is split across.")] = None
+    pipeline_parallel_size: Annotated[
+        int | None, Doc("Groups of GPUs that the layers are divided among.")
+    ] = None
     data_parallel_size: Annotated[
-        int | None, Doc("Copies of the model; several with peagle serve alone.")
+        int | None, Doc("Copies of the model; more than one only with peagle serve.")
     ] = None
     dtype: str | None = None
     quantization: Annotated[str | None, Doc("fp8, awq, gptq ...")] = None
@@ -43,7 +45,7 @@ class VllmOptions:
     enable_prefix_caching: bool | None = None
     enforce_eager: Annotated[bool | None, Doc("Run without CUDA graphs.")] = None
     max_cudagraph_capture_size: Annotated[
-        int | None, Doc("Rows of the largest graph; P-EAGLE: 2 K times --max-num-seqs.")
+        int | None, Doc("Rows of the largest graph; P-EAGLE: 2 K x --max-num-seqs.")
     ] = None  # None: what a P-EAGLE step needs
     async_scheduling: Annotated[bool | None, Doc("Schedule while the GPU computes.")] = None
     stream_interval: Annotated[int | None, Doc("Tokens per streamed chunk.")] = None

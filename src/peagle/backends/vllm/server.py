@@ -32,9 +32,7 @@ def serve(
         if signals.received:
             return signals.received[0]
         when = "stopped" if ready else "died at its start"
-        raise BackendError(
-            f"vLLM {when}: {_last_words(process)}", hint="its whole log stands above"
-        )
+        raise BackendError(f"vLLM {when}: {_last_words(process)}", hint="its log is above")
 
 
 def _wait_for_end(

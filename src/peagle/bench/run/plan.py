@@ -160,23 +160,6 @@ def make_plan(given: Mapping[str, Any], where: str) -> BenchPlan:
     return from_mapping(BenchPlan, lists, where)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Keys with - or _ between their words, as flags and as fields have them."""
-    import yaml  # type: ignore[import-untyped,unused-ignore]
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"{path} is not a mapping of keys to values", hint="write lines such as concurrency: 4"
-        )
-    return {str(key).replace("-", "_"): value for key, value in content.items()}
-
-
 def _listed(value: Any, kind: Any) -> Any:
     """Where a list is wanted, `3,5` and 3 are lists, too."""
     if get_origin(kind) is not list or isinstance(value, list):

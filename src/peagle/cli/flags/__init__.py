@@ -20,7 +20,6 @@ import functools
 import inspect
 import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from types import NoneType
@@ -28,15 +27,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from peagle.backends.vllm.options import VllmOptions
-from peagle.config import LARGEST_INT, Doc, EngineConfig
+from peagle.config import LARGEST_INT, Doc
 from peagle.errors import ConfigError
-from peagle.sampling_params import SamplingParams
 
 OTHER_NAMES = {"num_speculative_tokens": "--spec-tokens", "num_draft_nodes": "--spec-nodes"}
-_FIELDS = [f.name for config in (EngineConfig, SamplingParams, VllmOptions) for f in fields(config)]
-# A key, but not the end of a longer name such as data.max_tokens.
-_KEY = re.compile(rf"(?<![\w.-])({'|'.join({*_FIELDS, *OTHER_NAMES})})\b(=?)(?!\.\w)")
 
 Model = Annotated[
     str,
@@ -120,18 +114,6 @@ def check_numbers(values: Mapping[str, Any]) -> None:
         too_large = isinstance(value, int) and abs(value) >= LARGEST_INT
         if too_large or (isinstance(value, float) and not math.isfinite(value)):
             raise ConfigError(f"{_flag_name(name)} {value} is out of range", hint="use a number")
-
-
-def in_flags(text: str) -> str:
-    """What a config says of its keys in the words of a command line: `max_tokens=0` is
-    `--max-tokens 0`. A key of one word may be a word like any other, so it needs its `=`."""
-
-    def flag(found: re.Match[str]) -> str:
-        key, equals = found.groups()
-        is_key = equals or "_" in key
-        return f"{_flag_name(key)}{' ' if equals else ''}" if is_key else found[0]
-
-    return _KEY.sub(flag, text)
 
 
 def _flag_name(key: str) -> str:

@@ -15,7 +15,9 @@ from peagle.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from peagle.prepare.dataset_spec import DatasetSpec
 
-Limit = Annotated[int | None, typer.Option(help="Only the first N prompts.", metavar="N", min=1)]
+Limit = Annotated[
+    int | None, typer.Option(help="Use only the first N prompts.", metavar="N", min=1)
+]
 Split = Annotated[str, typer.Option(help="Split of a Hugging Face dataset.")]
 
 
@@ -40,7 +42,7 @@ class AnswerFlags:
     temperature: Annotated[float | None, _answers("0, the default, is greedy.")] = None
     top_p: Annotated[float, _answers(_help("top_p"))] = SamplingParams.top_p
     top_k: Annotated[int, _answers(_help("top_k"))] = SamplingParams.top_k
-    seed: Annotated[int, _answers("Same seed, same answers.")] = 0
+    seed: Annotated[int, _answers("The same seed gives the same answers.")] = 0
     system: System = None
     raw: Annotated[bool, _answers("Do not apply the chat template.", "--raw")] = False
     chat_template_kwargs: Annotated[
@@ -53,9 +55,11 @@ class AnswerFlags:
         from peagle.prepare.dataset_spec import EMBEDDED, DatasetSpec
 
         if self.raw and self.system is not None:
-            raise ConfigError("--system needs the chat template, --raw turns it off")
+            raise ConfigError("--system needs the chat template, which --raw turns off")
         if self.raw and self.chat_template_kwargs is not None:
-            raise ConfigError("--chat-template-kwargs needs the chat template, --raw turns it off")
+            raise ConfigError(
+                "--chat-template-kwargs needs the chat template, which --raw turns off"
+            )
         return DatasetSpec(
             target=target,
             params=self.params(max_tokens),

@@ -40,31 +40,33 @@ class BenchFlags:
 
     spec_model: Annotated[str | None, _grid("Heads to measure.", "HEAD,...")] = None
     spec_method: Annotated[
-        str | None, _grid("Methods beside none, e.g. ngram; heads say theirs.", "NAME,...")
+        str | None, _grid("Methods beside none, e.g. ngram; heads bring theirs.", "NAME,...")
     ] = None
     spec_tokens: Annotated[
-        str | None, _grid("Draft tokens per step; default: each head's advice.", "K,...")
+        str | None, _grid("Draft tokens per step; default: as each head advises.", "K,...")
     ] = None
     spec_nodes: Annotated[
-        str | None, _grid("Trees of so many draft tokens, beside chains.", "N,...")
+        str | None, _grid("Also measure trees of this many draft tokens.", "N,...")
     ] = None
     speculation: Annotated[
         str | None,
         _grid("auto: as a head runs by default; fixed: at each K and N (default).", "NAME,..."),
     ] = None
-    concurrency: Annotated[str | None, _grid("Streams at once; default: 1.", "C,...")] = None
+    concurrency: Annotated[str | None, _grid("Concurrent streams; default: 1.", "C,...")] = None
     request_rate: Annotated[
         str | None, _grid("Requests per second, arriving at random.", "R,...")
     ] = None
-    repeats: Annotated[int | None, _grid(f"Of each cell; default: {BenchPlan.repeats}.")] = None
-    warmup: Annotated[
-        int | None, _grid("Requests before a cell's first run; default: its streams.")
+    repeats: Annotated[
+        int | None, _grid(f"Repeats of each cell; default: {BenchPlan.repeats}.")
     ] = None
-    interleave: Annotated[bool | None, _grid("All cells once, then all again; default: yes.")] = (
-        None
-    )
+    warmup: Annotated[
+        int | None, _grid("Requests before a cell's first run; default: one per stream.")
+    ] = None
+    interleave: Annotated[
+        bool | None, _grid("Run all cells once, then all again; default: yes.")
+    ] = None
     max_engines: Annotated[
-        int | None, _grid("Alive at once; default: one per drafter, of vLLM one.")
+        int | None, _grid("Engines alive at once; default: one per drafter, vLLM: one.")
     ] = None
     workload: Annotated[
         str | None,
@@ -74,25 +76,25 @@ class BenchFlags:
             "NAME,...",
         ),
     ] = None
-    num_prompts: Annotated[int | None, _work("Of each workload; default: all.")] = None
+    num_prompts: Annotated[int | None, _work("Prompts of each workload; default: all.")] = None
     answers_per_stream: Annotated[
         int | None,
-        _work(f"A run gives at least so many; default: {ANSWERS_PER_STREAM}."),
+        _work(f"Minimum per stream in a run; default: {ANSWERS_PER_STREAM}."),
     ] = None
     min_answers: Annotated[
-        int | None, _work("And so many in all; default: those of the whole workload.")
+        int | None, _work("Minimum of a whole run; default: one per prompt.")
     ] = None
     max_tokens: Annotated[
-        int | None, _work(f"Most tokens in an answer; default: {BenchPlan.max_tokens}.")
+        int | None, _work(f"Maximum length of an answer; default: {BenchPlan.max_tokens}.")
     ] = None
     temperature: Annotated[
-        float | None, _work("0 is greedy (default), and checked for losslessness.")
+        float | None, _work("0 (default) is greedy, and is checked for losslessness.")
     ] = None
     ignore_eos: Annotated[
-        bool | None, _work("Every answer has --max-tokens tokens.", flag="--ignore-eos")
+        bool | None, _work("Let every answer have --max-tokens tokens.", flag="--ignore-eos")
     ] = None
-    raw: Annotated[bool | None, _work("No chat template.", flag="--raw")] = None
-    seed: Annotated[int | None, _work("Of sampling, arrivals and random tokens.")] = None
+    raw: Annotated[bool | None, _work("Do not apply the chat template.", flag="--raw")] = None
+    seed: Annotated[int | None, _work("Seed of sampling, arrivals and random tokens.")] = None
     backend: Annotated[
         str | None,
         typer.Option(

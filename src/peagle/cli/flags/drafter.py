@@ -30,7 +30,7 @@ class DrafterFlags:
     """Which drafter runs: three flags, or vLLM's JSON instead."""
 
     spec_model: Annotated[
-        str | None, _drafter("The head: a folder, an id or a name.", metavar="HEAD")
+        str | None, _drafter("The head: a folder, an id or a built-in name.", metavar="HEAD")
     ] = None
     spec_tokens: Annotated[
         int | None, _drafter("Draft tokens per step.", metavar="K", most=MAX_SPECULATIVE_TOKENS)
@@ -38,21 +38,21 @@ class DrafterFlags:
     spec_nodes: Annotated[
         int | None,
         _drafter(
-            "Draft a tree of N tokens, K of them behind each other at most.",
-            metavar="N",
-            most=MAX_DRAFT_NODES,
+            "Draft a tree of N tokens, at most K levels deep.", metavar="N", most=MAX_DRAFT_NODES
         ),
     ] = None
     speculation: Annotated[
         SpeculationMode | None,
         _drafter(
-            "auto: as many draft tokens per step as pay, K and N at most; fixed: K or N. "
+            "auto: as many draft tokens per step as pay off, at most K and N; fixed: K or N. "
             "Default: auto for P-EAGLE heads without K and N."
         ),
     ] = None
-    spec_method: Annotated[Method | None, _drafter("Default: what the head says.")] = None
+    spec_method: Annotated[
+        Method | None, _drafter("How to draft; default: what the head says.")
+    ] = None
     speculative_config: Annotated[
-        str | None, _drafter("The same and more as JSON, as for vLLM.", metavar="JSON")
+        str | None, _drafter("These options and more as JSON, as in vLLM.", metavar="JSON")
     ] = None
 
     def given(self) -> dict[str, Any]:

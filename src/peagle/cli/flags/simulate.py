@@ -25,20 +25,26 @@ class CostFlags:
     gpu: Annotated[str | None, typer.Option(help="h200, h100, a100, l4, b200 ...")] = None
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPE_BYTES))] = "bfloat16"
     draft_layers: Annotated[
-        int | None, typer.Option(help="Default: 4 p-eagle, 1 eagle3.", min=1)
+        int | None,
+        typer.Option(help="Layers of the drafter; default: p-eagle 4, eagle3 1.", min=1),
     ] = None
-    draft_vocab: Annotated[int | None, typer.Option(help="Default: the target's.", min=1)] = None
+    draft_vocab: Annotated[
+        int | None,
+        typer.Option(help="Size of the drafter's vocabulary; default: the target's.", min=1),
+    ] = None
     costs: Annotated[
-        Path | None, typer.Option(help="Instead: measured step times, or a folder of bench.")
+        Path | None, typer.Option(help="Measured step times, or bench results, instead.")
     ] = None
-    bandwidth_share: Annotated[float, _assumed("Of the GPU's peak, reading weights.")] = (
+    bandwidth_share: Annotated[float, _assumed("Share of peak bandwidth when reading weights.")] = (
         Assumptions.bandwidth_share
     )
-    cache_share: Annotated[float, _assumed("Of the GPU's peak, reading keys and values.")] = (
-        Assumptions.cache_share
+    cache_share: Annotated[
+        float, _assumed("Share of peak bandwidth when reading the KV cache.")
+    ] = Assumptions.cache_share
+    flops_share: Annotated[float, _assumed("Share of the peak FLOPS that is reached.")] = (
+        Assumptions.flops_share
     )
-    flops_share: Annotated[float, _assumed("Of the GPU's peak.")] = Assumptions.flops_share
-    kernel_overhead: Annotated[float, _assumed("Seconds to start and end one.")] = (
+    kernel_overhead: Annotated[float, _assumed("Seconds to launch and finish a kernel.")] = (
         Assumptions.kernel_overhead
     )
     step_overhead: Annotated[float, _assumed("Seconds between two steps.")] = (

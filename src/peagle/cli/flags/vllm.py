@@ -12,6 +12,7 @@ from peagle.backends import BackendName
 from peagle.backends.vllm.options import VllmOptions
 from peagle.cli.flags import ConfigFlags, field_flag
 from peagle.cli.flags.engine import EngineFlags
+from peagle.compatibility import LLM_ARGUMENTS, drop_unused
 from peagle.config import EngineConfig
 from peagle.errors import ConfigError
 
@@ -53,14 +54,14 @@ class BackendFlags(ConfigFlags):
         return [backend, *(_flag(name) for name in names)]
 
     def vllm_options(self, engine: EngineFlags) -> VllmOptions | None:
-        """None for the embedded engine, which refuses what only vLLM knows."""
+        """None for the embedded engine, which refuses what would change something on vLLM."""
         if self.backend == "vllm":
             shared = {name: engine.given[name] for name in SHARED if name in engine.given}
             return VllmOptions(**self.given, **shared)
-        for name in self.given:
+        hint = "add --backend vllm, or drop it"
+        for name in drop_unused(self.given, LLM_ARGUMENTS, ConfigError, hint=hint):
             raise ConfigError(
-                f"--{name.replace('_', '-')} is an option of vLLM's alone",
-                hint="add --backend vllm, or drop it",
+                f"{name}={self.given[name]} is an option that only vLLM has", hint=hint
             )
         return None
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from peagle.cache import cache_folder
+from peagle.progress import track
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ def load_library(*sources: Path, headers: Sequence[Path] = ()) -> ctypes.CDLL | 
         return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
-        logger.info("no compiled CPU kernels, torch's own are used: %s", reason)
+        logger.info("there are no compiled CPU kernels, so torch's own are used: %s", reason)
         return None
 
 
@@ -103,20 +104,24 @@ def _cpu() -> str:
 
 def _compile(sources: Sequence[Path], library: Path) -> None:
     """Builds beside the library's place and moves it there: a second process sees all or none."""
-    compiler = _compiler()
+    compiler = compiler_command()
+    if compiler is None:
+        raise FileNotFoundError("no C compiler: neither $CC nor cc, gcc or clang")
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
         command = [*compiler, *_flags(), *map(str, sources), "-o", str(made), "-lm"]
-        logger.info("compiling CPU kernels, once: %s", shlex.join(command))
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
+        logger.info("compiling CPU kernels: %s", shlex.join(command))
+        with track("compiling CPU kernels, once"):
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
         os.replace(made, library)
 
 
-def _compiler() -> list[str]:
+def compiler_command() -> list[str] | None:
+    """The compiler of the C kernels; None where there is none."""
     if chosen := os.environ.get("CC"):
         return shlex.split(chosen)
     for name in ("cc", "gcc", "clang"):
         if found := shutil.which(name):
             return [found]
-    raise FileNotFoundError("no C compiler: neither $CC nor cc, gcc or clang")
+    return None
