@@ -42,6 +42,8 @@ docs: $(DOCS_STAMP)
 	$(BIN)/python benchmarks/results_page.py
 	$(BIN)/python benchmarks/speed_plot.py
 	$(BIN)/python docs/cli_page.py
+	$(BIN)/python docs/recipe_page.py
+	$(BIN)/python docs/models_page.py
 	$(BIN)/python docs/architecture_table.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	! grep -rlE '(src|srcset)="?https?://|url\(https?://' site --include='*.html' --include='*.css'

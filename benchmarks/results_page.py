@@ -18,6 +18,19 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple, TypeVar
 
+from peagle.bench.analysis.gains import gains, scatter_of
+from peagle.bench.results.figures import (
+    bounds,
+    counted,
+    factor,
+    factor_with_bounds,
+    figure,
+    quantity,
+    times,
+)
+from peagle.bench.results.intervals import Interval, median_interval
+from peagle.bench.results.settings import Setting
+
 ROOT = Path(__file__).parents[1]
 RESULTS, REPORTS = ROOT / "benchmarks/results", ROOT / "benchmarks/reports"
 PAGE, README = ROOT / "docs/results.md", ROOT / "README.md"
@@ -60,15 +73,17 @@ EAGLE3 = Kind("eagle3")
 
 
 class Speed(NamedTuple):
-    """Mean output tokens per second of a cell's repeats, its K, and the nodes of its trees."""
+    """Output tokens per second of a cell and its gain over plain decoding, as a report has them."""
 
-    otps: float
-    depth: int
-    num_nodes: int  # 0: drafts are chains
+    otps: Interval
+    gain: Interval
+    setting: Setting
 
     @property
-    def setting(self) -> str:
-        return f"K = {self.depth}" + (f", N = {self.num_nodes}" if self.num_nodes else "")
+    def words(self) -> str:
+        """`K = 7, N = 31`."""
+        nodes = self.setting.num_draft_nodes
+        return f"K = {self.setting.num_speculative_tokens}" + (f", N = {nodes}" if nodes else "")
 
 
 def main() -> None:
@@ -118,11 +133,11 @@ def with_table(readme: str) -> str:
 
 def readme_table() -> str:
     report = bench_report(H200)
-    rows = speed_rows(report, names_settings=False)
+    rows = speed_rows(report, whole=False)
     speeds = table(load_header(report, "tokens/s, streams"), rows)
     off = [f["load"] for f in peagle("tune", str(REPORTS / CPU))["by_load"] if f["off"]]
     on_a_cpu = f" With {joined(off)} streams on 2 CPU cores plain decoding is best." if off else ""
-    return f"{speeds}\n\n{where_it_loses(report)}{on_a_cpu}"
+    return f"{speeds}\n\n{how_sure(report)}\n\n{where_it_loses(report)}{on_a_cpu}"
 
 
 # --- Speed under load on a GPU ---------------------------------------------------------------
@@ -132,14 +147,15 @@ def speed_on_a_gpu() -> str:
     report = bench_report(H200)
     manifest = report["manifest"]
     best = "K and N" if TREES in drafters(report) else "K"
+    repeats = counted(manifest["num_repeats"], "repeat")
     text = f"""\
 ## SmolLM2-135M on one H200
 
 `peagle bench`, {manifest["dtype"]}, greedy, up to {manifest["max_tokens"]} new tokens, closed loop,
-{manifest["num_repeats"]} repeats. The best {best} of each method, with its gain over plain decoding
-(`benchmarks/reports/{H200}`):
+{repeats}. The median of the best {best} of each method, and its gain over plain decoding with the
+95 % interval (`benchmarks/reports/{H200}` has every cell):
 """
-    rows = speed_rows(report, names_settings=True)
+    rows = speed_rows(report, whole=True)
     idle = [
         [label(kind.method, depth), *idle_shares(report, kind, depth)]
         for kind, depth in ((PLAIN, 0), (CHAINS, 7), (EAGLE3, 7))
@@ -163,25 +179,43 @@ def speed_on_a_gpu() -> str:
     )
 
 
-def speed_rows(report: Json, *, names_settings: bool) -> list[list[str]]:
+def speed_rows(report: Json, *, whole: bool) -> list[list[str]]:
+    """`whole`: with settings and intervals."""
     rows = []
     for workload, name in WORKLOADS.items():
         plain = best_speeds(report, workload, PLAIN)
-        rows.append([f"{name}, plain", *(f"{s.otps:,.0f}" for s in plain.values())])
+        rows.append([f"{name}, plain", *(figure(s.otps) for s in plain.values())])
         for kind in drafters(report):
-            found, cells = best_speeds(report, workload, kind), []
-            for streams, none in plain.items():
-                speed = found.get(streams)
-                setting = f", {speed.setting}" if speed and names_settings else ""
-                cells.append(gain_cell(speed, none, setting) if speed else "")
+            found = best_speeds(report, workload, kind)
+            speeds = [found.get(streams) for streams in plain]
+            cells = [gain_cell(speed, whole=whole) if speed else "" for speed in speeds]
             rows.append([f"{name}, {kind.name}", *cells])
+        shown = factor_with_bounds if whole else factor
         ratios = over_eagle3(report, workload).values()
-        rows.append([f"{name}, P-EAGLE over EAGLE-3", *(f"{r:.2f}x" for r in ratios)])
+        rows.append([f"{name}, P-EAGLE over EAGLE-3", *(shown(ratio) for ratio in ratios)])
     return rows
 
 
-def gain_cell(speed: Speed, plain: Speed, more: str = "") -> str:
-    return f"{speed.otps:,.0f} ({speed.otps / plain.otps:.2f}x{more})"
+def gain_cell(speed: Speed, *, whole: bool) -> str:
+    if whole:
+        return f"{figure(speed.otps)}, {factor_with_bounds(speed.gain)}, {speed.words}"
+    return f"{figure(speed.otps)} ({factor(speed.gain)})"
+
+
+def how_sure(report: Json) -> str:
+    """The repeats, and how wide the intervals of the gains in README's table are."""
+    shown = [
+        speed.gain
+        for workload in WORKLOADS
+        for kind in drafters(report)
+        for speed in best_speeds(report, workload, kind).values()
+    ]
+    halves = [g.half_width / g.value for g in shown if g.half_width is not None]
+    repeats = counted(report["manifest"]["num_repeats"], "repeat")
+    if not halves:
+        return f"{repeats} of each cell: too few for intervals."
+    usual, widest = (f"\N{PLUS-MINUS SIGN}{half:.0%}" for half in (median(halves), max(halves)))
+    return f"Medians of {repeats}; 95 % intervals of gains: {usual} as a rule, {widest} at most."
 
 
 def drafters(report: Json) -> list[Kind]:
@@ -203,39 +237,71 @@ def where_it_loses(report: Json) -> str:
     return f"**Where it loses**: {' '.join(sentences) or 'nowhere in this table.'}"
 
 
-def losses(report: Json, ratios: Callable[[Json, str], dict[int, float]]) -> list[str]:
+def losses(report: Json, ratios: Callable[[Json, str], dict[int, Interval]]) -> list[str]:
     return [
-        f"{name} with {streams} stream{'s' if streams > 1 else ''} ({ratio:.2f}x)"
+        f"{name} with {counted(streams, 'stream')} ({factor(ratio)}, {bounds(ratio)})"
         for workload, name in WORKLOADS.items()
         for streams, ratio in ratios(report, workload).items()
-        if ratio < 1
+        if ratio.value < 1
     ]
 
 
-def over_eagle3(report: Json, workload: str) -> dict[int, float]:
+def over_eagle3(report: Json, workload: str) -> dict[int, Interval]:
     """P-EAGLE's best, be it a chain or a tree."""
-    chains, trees, theirs = (best_speeds(report, workload, k) for k in (CHAINS, TREES, EAGLE3))
-    best = {n: max(speed.otps, trees.get(n, speed).otps) for n, speed in chains.items()}
-    return {streams: otps / theirs[streams].otps for streams, otps in best.items()}
+    chains, trees = (best_speeds(report, workload, kind) for kind in (CHAINS, TREES))
+    best = {n: max(speed, trees.get(n, speed), key=gained) for n, speed in chains.items()}
+    return compared(report, workload, best, best_speeds(report, workload, EAGLE3))
 
 
-def trees_over_chains(report: Json, workload: str) -> dict[int, float]:
+def trees_over_chains(report: Json, workload: str) -> dict[int, Interval]:
     trees, chains = (best_speeds(report, workload, kind) for kind in (TREES, CHAINS))
-    return {streams: speed.otps / chains[streams].otps for streams, speed in trees.items()}
+    return compared(report, workload, trees, chains)
+
+
+def compared(
+    report: Json, workload: str, new: Mapping[int, Speed], base: Mapping[int, Speed]
+) -> dict[int, Interval]:
+    ratios = {}
+    for streams in new:
+        speeds = speeds_at(report, workload, streams)
+        own, other = new[streams].setting, base[streams].setting
+        ratios[streams] = scatter_of(speeds.values()).ratio(speeds[own], speeds[other])
+    return ratios
+
+
+def gained(speed: Speed) -> float:
+    return speed.gain.value
 
 
 def best_speeds(report: Json, workload: str, kind: Kind) -> dict[int, Speed]:
     """By number of streams, those of the best K and number of nodes."""
     best: dict[int, Speed] = {}
-    for cell in cells_of(report, workload, kind):
-        streams, speed = cell["concurrency"], speed_of(cell)
-        best[streams] = max(best.get(streams, speed), speed)
+    for speed, streams in speeds_of(report, workload, kind):
+        best[streams] = max(best.get(streams, speed), speed, key=gained)
     return dict(sorted(best.items()))
 
 
-def speed_of(cell: Json) -> Speed:
-    otps = mean(r["otps"] for r in cell["repeats"])
-    return Speed(otps, cell["num_speculative_tokens"], cell.get("num_draft_nodes") or 0)
+def speeds_of(report: Json, workload: str, kind: Kind) -> Iterable[tuple[Speed, int]]:
+    """Every cell of the kind, with its number of streams."""
+    for cell in cells_of(report, workload, kind):
+        streams, setting = cell["concurrency"], setting_of(cell)
+        speeds = speeds_at(report, workload, streams)
+        otps = median_interval([*speeds[setting].values()])
+        yield Speed(otps, gains(speeds)[setting], setting), streams
+
+
+def speeds_at(report: Json, workload: str, streams: int) -> dict[Setting, dict[int, float]]:
+    """Of every setting that was measured there, by repeat."""
+    return {
+        setting_of(cell): {n: repeat["otps"] for n, repeat in enumerate(cell["repeats"])}
+        for cell in report["cells"]
+        if (cell["workload"], cell["concurrency"]) == (workload, streams)
+    }
+
+
+def setting_of(cell: Json) -> Setting:
+    depth, nodes = cell["num_speculative_tokens"], cell.get("num_draft_nodes")
+    return Setting(cell["method"], depth, cell.get("head"), nodes)
 
 
 def cells_of(report: Json, workload: str, kind: Kind) -> list[Json]:
@@ -253,14 +319,17 @@ def trees_beside_chains(report: Json) -> Iterable[str]:
         return
     rows: list[list[str]] = []
     for workload, name in WORKLOADS.items():
-        plain = best_speeds(report, workload, PLAIN)
+        loads = best_speeds(report, workload, PLAIN)
         found: dict[str, dict[int, str]] = {}
-        for cell in [c for kind in (CHAINS, TREES) for c in cells_of(report, workload, kind)]:
-            speed, streams = speed_of(cell), cell["concurrency"]
-            length = cell["summary"]["acceptance_length"]
-            shown = f"{length:.2f}: {gain_cell(speed, plain[streams])}"
-            found.setdefault(speed.setting, {})[streams] = shown
-        rows += [[f"{name}, {s}", *(cells.get(n, "") for n in plain)] for s, cells in found.items()]
+        for kind in (CHAINS, TREES):
+            pairs_of = zip(
+                cells_of(report, workload, kind), speeds_of(report, workload, kind), strict=True
+            )
+            for cell, (speed, streams) in pairs_of:
+                length = cell["summary"]["acceptance_length"]
+                shown = f"{length:.2f}: {gain_cell(speed, whole=False)}"
+                found.setdefault(speed.words, {})[streams] = shown
+        rows += [[f"{name}, {s}", *(cells.get(n, "") for n in loads)] for s, cells in found.items()]
     yield TREES_BESIDE_CHAINS
     yield table(load_header(report, "streams"), rows)
 
@@ -308,10 +377,10 @@ def engine_alone() -> str:
     rows = []
     for method, depth in dict.fromkeys((method, depth) for method, depth, _ in cells):
         speeds = [cells[method, depth, n] for n in loads]
-        gains = [
-            f" ({s / cells['none', 0, n]:.2f}x)" if depth else "" for s, n in pairs(speeds, loads)
+        ratios = [
+            f" ({times(s / cells['none', 0, n])})" if depth else "" for s, n in pairs(speeds, loads)
         ]
-        values = [f"{s:,.0f}{gain}" for s, gain in pairs(speeds, gains)]
+        values = [f"{quantity(s)}{gain}" for s, gain in pairs(speeds, ratios)]
         rows.append([label(method, depth), *values])
     return f"""\
 ### The engine without the harness
@@ -395,13 +464,13 @@ def fp8_steps(found: Json, in_fp8: Json) -> str:
     loads = in_fp8["workload"]["concurrency"]
     rows, lost = [], []
     for method, depth in dict.fromkeys((method, depth) for method, depth, _ in steps):
-        times = [steps[method, depth, n]["step_ms"] for n in loads]
-        gains = [others[method, depth, n]["step_ms"] / t for n, t in pairs(loads, times)]
+        ours = [steps[method, depth, n]["step_ms"] for n in loads]
+        ratios = [others[method, depth, n]["step_ms"] / t for n, t in pairs(loads, ours)]
         rows.append(
-            [label(method, depth), *(f"{t:.2f} ({g:.2f}x)" for t, g in pairs(times, gains))]
+            [label(method, depth), *(f"{t:.2f} ({times(g)})" for t, g in pairs(ours, ratios))]
         )
         lost += [
-            f"{label(method, depth)} with {n} requests" for n, g in pairs(loads, gains) if g < 1
+            f"{label(method, depth)} with {n} requests" for n, g in pairs(loads, ratios) if g < 1
         ]
     loses = f"**Where it loses**: {joined(lost)}." if lost else "fp8 is ahead in every cell."
     return f"""\
@@ -477,11 +546,11 @@ def span(numbers: Iterable[int]) -> str:
 
 def invariant_rows(bench: Json) -> list[list[str]]:
     plain = best_speeds(bench, "humaneval", PLAIN)
-    rows = [["plain", *(f"{s.otps:,.0f}" for s in plain.values())]]
+    rows = [["plain", *(figure(s.otps) for s in plain.values())]]
     for kind in (CHAINS, EAGLE3):
-        speeds = best_speeds(bench, "humaneval", kind)
-        cells = [gain_cell(speed, plain[streams]) for streams, speed in speeds.items()]
-        rows.append([label(kind.method, next(iter(speeds.values())).depth), *cells])
+        speeds = best_speeds(bench, "humaneval", kind).values()
+        depth = next(iter(speeds)).setting.num_speculative_tokens
+        rows.append([label(kind.method, depth), *(gain_cell(s, whole=False) for s in speeds)])
     return rows
 
 
@@ -583,15 +652,19 @@ def speed_on_a_cpu() -> str:
         [
             METHODS.get(m["method"], m["method"]),
             str(m["num_speculative_tokens"] or ""),
-            f"{m['tokens_per_second']:.1f}",
-            f"{m['speedup']:.2f}x",
+            quantity(m["tokens_per_second"]),
+            times(m["speedup"]),
             f"{m['mean_acceptance_length']:.2f}" if m["mean_acceptance_length"] else "",
         ]
         for m in demo["methods"]
     ]
     speeds, ratios = vllm["tokens_per_second"], engine["ratios"]
     versus = [
-        [words, f"{speeds[f'embedded {key}']:.1f}", f"{speeds[f'vllm {key}']:.1f}", f"{ratio:.2f}x"]
+        [
+            words,
+            *(quantity(speeds[f"{whose} {key}"]) for whose in ("embedded", "vllm")),
+            times(ratio),
+        ]
         for words, key, ratio in (
             ("plain", "plain", vllm["ratios"]["embedded_over_vllm_plain"]),
             (
@@ -637,8 +710,7 @@ def cpu_under_load() -> str:
         if not found["off"]:
             num_nodes = found["num_draft_nodes"] or 0
             best = label(found["method"], found["num_speculative_tokens"], num_nodes)
-        gain = found["gain"]
-        shown = f"{gain['mean']:.2f}x ({gain['low']:.2f} to {gain['high']:.2f})" if gain else ""
+        shown = factor_with_bounds(Interval(**found["gain"]))
         rows.append([found["load"], best, "" if found["off"] else shown])
     agreed = report["lossless"]
     manifest = report["manifest"]

@@ -1,10 +1,11 @@
-"""The plot at the top of README.md, drawn from two result files as SVG, for light and dark pages.
+"""The picture at the top of README.md, drawn from result files as SVG, for light and dark pages.
 
     python benchmarks/speed_plot.py
 
-Left: gain over plain decoding by streams on an H200, all methods from one run. Right: tokens per
-second of this engine and of vLLM on a CPU, from one run. A test compares the committed images with
-what this script would write.
+Top: the beginning of a real answer, a box for each forward pass of the target. Below: gain over
+plain decoding by streams on a GPU, all methods from one run, and tokens per second of this engine
+and of vLLM on a CPU, from one run. A test compares the committed images with what this script would
+write.
 """
 
 from __future__ import annotations
@@ -20,17 +21,26 @@ from results_page import (
     PLAIN,
     ROOT,
     TREES,
+    WORKLOADS,
+    Json,
     Kind,
     bench_report,
     best_speeds,
     drafters,
+    gained,
     result,
 )
 
+from peagle.bench.results.figures import counted, factor, quantity
+
 IMAGES = ROOT / "docs/images"
 WORKLOAD = "humaneval"
-WIDTH, HEIGHT = 860, 330
-TOP, BASE = 92, 270  # of the bars
+MODELS = {"smollm2-135m": "SmolLM2-135M"}
+WIDTH, HEIGHT, LEFT = 860, 474, 20
+STRIPS = 88  # the first row of boxes
+BOX, LETTER, EDGE, GAP = 24, 6.62, 4, 3  # height; width of a letter; space inside and between
+LABELS, COUNTS = 98, 84  # width of the words before and behind the boxes
+TOP, BASE = 236, 404  # of the bars
 
 
 class Theme(NamedTuple):
@@ -67,6 +77,13 @@ class Group(NamedTuple):
     bars: Sequence[Bar]
 
 
+class Answer(NamedTuple):
+    """One answer, plain and with drafts, as far as both say the same."""
+
+    plain: list[str]  # a text for each forward pass of the target
+    drafted: list[str]
+
+
 def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     for name, drawing in images().items():
@@ -78,33 +95,119 @@ def images() -> dict[str, str]:
 
 
 def drawn(theme: Theme) -> str:
+    note = gpu_note()
     parts = [
-        *panel(theme, gpu_gains(), 20, 500, "Gain over plain decoding, by streams", GPU_NOTE),
+        text(LEFT, 32, headline(), theme.text, size=22, weight=700),
+        *strips(theme, answer()),
+        *panel(theme, gpu_gains(), LEFT, 500, "Speed over plain decoding", note),
         *panel(theme, cpu_speeds(), 560, 280, "Tokens per second, one request", cpu_note()),
         *legend(theme),
     ]
     style = "font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
-    label = "P-EAGLE, EAGLE-3 and plain decoding on a GPU; this engine and vLLM on a CPU"
+    label = escape(f"{headline()}. {note}")
     return f'{head} aria-label="{label}" style="{style}">\n' + "\n".join(parts) + "\n</svg>\n"
 
 
-GPU_NOTE = "SmolLM2-135M on one H200, bfloat16, HumanEval, best setting of each method"
+def headline() -> str:
+    """What the best of all settings gains, at the load where it gains most."""
+    report = bench_report(H200)
+    kinds = [kind for kind in gpu_kinds() if kind in (CHAINS, TREES)]
+    best = [s for kind in kinds for s in best_speeds(report, WORKLOAD, kind).values()]
+    most = max(map(gained, best))
+    return f"The same tokens in fewer passes: up to {most:.1f} times as fast"
+
+
+def gpu_note() -> str:
+    """Model, workload, hardware and what is compared, as the result file has them."""
+    manifest = bench_report(H200)["manifest"]
+    model = MODELS.get(manifest["model"], manifest["model"])
+    gpu = manifest["provenance"]["hardware"]["gpus"][0].split(",")[0]
+    return (
+        f"{model} on {WORKLOADS[WORKLOAD]}, one {gpu}, {manifest['dtype']}, best K of each method"
+    )
 
 
 def cpu_note() -> str:
     workload = result("engine_vs_vllm_cpu")["workload"]
-    return f"SmolLM2-135M on 2 CPU cores, float32, K = {workload['num_speculative_tokens']}"
+    model = MODELS.get(workload["model"], workload["model"])
+    cores = f"{workload['threads']} CPU cores"
+    return f"{model}, {cores}, {workload['dtype']}, K = {workload['num_speculative_tokens']}"
+
+
+def answer() -> Answer:
+    """The sample on whose tokens plain decoding and P-EAGLE agree longest."""
+    samples = bench_report(H200)["samples"]
+    found = []
+    for plain in (s for s in samples if s["method"] == "none"):
+        for drafted in samples:
+            is_p_eagle = drafted["method"].startswith("p-eagle")
+            if is_p_eagle and drafted["prompt"] == plain["prompt"]:
+                found.append(_agreed(plain["tokens"], drafted["tokens"]))
+    return max(found, key=lambda one: len(one.plain), default=Answer([], []))
+
+
+def _agreed(plain: Sequence[Json], drafted: Sequence[Json]) -> Answer:
+    """A pass ends with the target's own token; nothing is drafted before the first one."""
+    tokens, passes = [], [""]
+    for number, (ours, theirs) in enumerate(zip(plain, drafted, strict=False)):
+        if ours["text"] != theirs["text"]:
+            break
+        tokens.append(ours["text"])
+        passes[-1] += theirs["text"]
+        if not theirs["drafted"] or number == 0:
+            passes.append("")
+    return Answer(tokens, [p for p in passes if p])
+
+
+def strips(theme: Theme, shown: Answer) -> Iterable[str]:
+    """Both rows begin with the same text; each goes on as far as there is room. None without a
+    sample."""
+    if not shown.plain:
+        return
+    size = counted(len(shown.plain), "token")
+    note = f"The first {size} of an answer, a box for each forward pass of the target"
+    yield text(LEFT, 60, note, theme.muted, size=13)
+    for number, (kind, passes) in enumerate(((PLAIN, shown.plain), (CHAINS, shown.drafted))):
+        top = STRIPS - 10 + number * (BOX + 12)
+        yield text(LEFT, top + 17, kind.name, theme.text, size=13, weight=600)
+        yield from boxes(theme, kind, passes, top)
+        words = f"{len(passes)} passes"
+        yield text(WIDTH - LEFT, top + 17, words, theme.text, size=14, weight=700, anchor="end")
+
+
+def boxes(theme: Theme, kind: Kind, passes: Sequence[str], top: float) -> Iterable[str]:
+    x, end = float(LEFT + LABELS), WIDTH - LEFT - COUNTS - 20
+    for words in map(visible, passes):
+        size = 2 * EDGE + LETTER * len(words)
+        if x + size > end:
+            yield text(x + 2, top + 17, "...", theme.muted, size=13)
+            return
+        place = f'x="{x:.1f}" y="{top}" width="{size:.1f}" height="{BOX}" rx="3"'
+        yield f'<rect {place} fill="{theme.colour(kind)}" fill-opacity=".38"/>'
+        style = f'font-size="11" font-family="{MONOSPACED}" fill="{theme.text}"'
+        length = f'textLength="{LETTER * len(words):.1f}" lengthAdjust="spacingAndGlyphs"'
+        yield f'<text x="{x + EDGE:.1f}" y="{top + 16}" {length} {style}>{escape(words)}</text>'
+        x += size + GAP
+
+
+MONOSPACED = "ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"
+
+
+def visible(words: str) -> str:
+    """Line ends as a sign, and spaces that a drawing keeps."""
+    lines = words.replace("\n", "\N{RETURN SYMBOL}")
+    return lines.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def gpu_gains() -> list[Group]:
     report = bench_report(H200)
     speeds = {kind: best_speeds(report, WORKLOAD, kind) for kind in gpu_kinds()}
     groups = []
-    for streams, plain in speeds[PLAIN].items():
-        gains = {k: s[streams].otps / plain.otps for k, s in speeds.items() if streams in s}
-        bars = [Bar(kind, gain, f"{gain:.2f}x") for kind, gain in gains.items()]
-        groups.append(Group(f"{streams}", bars))
+    for streams in speeds[PLAIN]:
+        found = {kind: own[streams] for kind, own in speeds.items() if streams in own}
+        bars = [Bar(kind, gained(speed), factor(speed.gain)) for kind, speed in found.items()]
+        groups.append(Group(counted(streams, "stream"), bars))
     return groups
 
 
@@ -120,7 +223,7 @@ def cpu_speeds() -> list[Group]:
     groups = []
     for key, name in (("vllm", f"vLLM {version}"), ("embedded", "peagle")):
         speeds = {k: found["tokens_per_second"][f"{key} {w}"] for k, w in CPU_KINDS.items()}
-        groups.append(Group(name, [Bar(k, speed, f"{speed:.0f}") for k, speed in speeds.items()]))
+        groups.append(Group(name, [Bar(k, speed, quantity(speed)) for k, speed in speeds.items()]))
     return groups
 
 
@@ -130,8 +233,8 @@ CPU_KINDS = {PLAIN: "plain", CHAINS: "p-eagle"}
 def panel(
     theme: Theme, groups: Sequence[Group], left: int, width: int, title: str, note: str
 ) -> Iterable[str]:
-    yield text(left, 24, title, theme.text, size=15, weight=600)
-    yield text(left, 44, note, theme.muted, size=12)
+    yield text(left, TOP - 50, title, theme.text, size=15, weight=600)
+    yield text(left, TOP - 31, note, theme.muted, size=12)
     highest = max(bar.value for group in groups for bar in group.bars)
     step = width / len(groups)
     for number, group in enumerate(groups):
@@ -153,11 +256,12 @@ def bars(theme: Theme, group: Group, middle: float, size: float, highest: float)
 
 
 def legend(theme: Theme) -> Iterable[str]:
-    left = 20
+    left = LEFT
     for kind in gpu_kinds():
-        yield f'<rect x="{left}" y="307" width="12" height="12" fill="{theme.colour(kind)}"/>'
-        yield text(left + 18, 318, kind.name, theme.text, size=13)
-        left += 100
+        y = BASE + 38
+        yield f'<rect x="{left}" y="{y}" width="12" height="12" fill="{theme.colour(kind)}"/>'
+        yield text(left + 18, y + 11, kind.name, theme.text, size=13)
+        left += 110
 
 
 def text(

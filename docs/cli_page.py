@@ -32,8 +32,11 @@ Exit codes:
 - 0: done.
 - 1: a check failed (`demo` or `bench --batch-invariant` found a different answer, `bench compare` a
   regression, `doctor` an error), or it is a bug of ours.
-- 2: the command or an input was wrong; stderr has one line and a hint.
-- 130: Ctrl-C.
+- 2: the command, an input or the machine (a full disk, a folder that may not be written) was wrong;
+  stderr has one line and a hint.
+- 130, 143: Ctrl-C, SIGTERM. What was finished is kept: `prepare`, `capture`, `train` and `bench` go
+  on where they were, and `generate` prints the answers that it has.
+- 141: whoever read the output went away, as `head` does.
 
 | environment variable | meaning |
 |---|---|

@@ -46,7 +46,12 @@ REFERENCE = ("kernels/reference/test_linear.py",)
 TREES = ("engine/test_trees.py",)
 GRAMMAR = ("engine/test_structured_outputs.py",)
 PREFIXES = "engine/test_prefix_caching.py", "engine/test_blocks.py"
+AUTO = ("engine/test_auto.py",)
+BUDGET = ("speculation/test_budget.py",)
 GROWN_TREES = ("speculation/test_trees.py",)
+REAPER = ("deploy/test_reaper.py",)
+ENDPOINTS = ("deploy/test_up_and_down.py",)
+PLANS = ("deploy/test_plan.py",)
 SCHEDULER = (
     "engine/test_scheduler.py",
     "engine/test_preemption.py",
@@ -310,6 +315,31 @@ MUTANTS = (
         '"target_hidden_size": config.target_hidden_size',
         '"target_hidden_size": config.hidden_size',
         LAYOUT,
+    ),
+    # Deployments: whose they are, when they are due, and what is removed.
+    Mutant("deploy/reaper.py", "if PLAN_TAG in tags:", "if tags is not None:", REAPER),
+    Mutant("deploy/reaper.py", "fromisoformat(end) <= now:", "fromisoformat(end) > now:", REAPER),
+    Mutant("deploy/reaper.py", '["LastModifiedTime"] > now - idle', '["Tags"] is None', REAPER),
+    Mutant("deploy/reaper.py", ' if PLAN_TAG in one["Tags"]}', "}", REAPER),
+    Mutant(
+        "deploy/endpoints.py", 'if there.get("endpoint") != "InService":', "if True:", ENDPOINTS
+    ),
+    Mutant(
+        "deploy/endpoints.py", '"EndpointStatus") in BUSY:', '"EndpointStatus") is 0:', ENDPOINTS
+    ),
+    Mutant("deploy/endpoints.py", "[PLAN_TAG] != plan.digest:", "[PLAN_TAG] is None:", ENDPOINTS),
+    Mutant("deploy/aws.py", 'text.replace(secret, "***")', "text", ENDPOINTS),
+    Mutant("deploy/instances.py", "- RESERVE_GB) * gpus", ") * gpus", PLANS),
+    Mutant("deploy/container.py", '("" if value else "NO_")', '""', PLANS),
+    # How many drafts a step verifies.
+    Mutant("speculation/budget.py", "steps = batch - fewer", "steps = batch", BUDGET),
+    Mutant("speculation/budget.py", "np.where(fits, tokens", "np.where(True, tokens", BUDGET),
+    Mutant("engine/step.py", "drafting.drafter.feed(batch)", "pass", AUTO),
+    Mutant(
+        "kernels/reference/batch.py",
+        "num_drafts = num_depths = num_depths.clamp(max=max_depth)",
+        "num_drafts = num_depths",
+        ("kernels/reference/test_batch.py",),
     ),
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -9,13 +11,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
+from peagle.errors import OutputError
 from peagle.files import (
     atomic_file,
     atomic_folder,
+    held_folder,
     remove_all_leftovers,
     write_atomic,
     write_json,
+    writing,
 )
 
 
@@ -155,3 +161,62 @@ def test_all_leftovers_go_but_what_a_living_writer_holds(tmp_path: Path) -> None
     with atomic_file(tmp_path / "c") as unfinished:
         remove_all_leftovers(tmp_path)
         assert _names(tmp_path) == {unfinished.name, ".hidden"}
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_files_are_for_whoever_the_umask_allows(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_atomic(tmp_path / "f", "x")
+        with atomic_folder(tmp_path / "folder") as unfinished:
+            (unfinished / "private").touch(0o600)  # as safetensors makes its files
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "f", tmp_path / "folder" / "private"):
+        assert path.stat().st_mode & 0o777 == mode
+
+
+def test_a_second_writer_of_a_folder_is_refused_at_once(tmp_path: Path) -> None:
+    refused = pytest.raises(OutputError, match="another process is writing to")
+    with held_folder(tmp_path / "out"), refused, held_folder(tmp_path / "out"):
+        pass
+    with held_folder(tmp_path / "out"):  # it is free again
+        pass
+
+
+def test_a_file_system_without_locks_is_written_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with held_folder(tmp_path / "out"):
+        write_atomic(tmp_path / "out" / "f", "x")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "remedy"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left", "make room, then"),
+        (PermissionError(errno.EACCES, "Permission denied"), "Permission denied", "permissions"),
+        (FileExistsError(errno.EEXIST, "File exists"), "File exists", "check the path, then"),
+        (
+            SafetensorError("Error while serializing: I/O error: gone (os error 28) at path /x"),
+            "No space left on device",
+            "make room, then",
+        ),
+    ],
+)
+def test_what_the_disk_refuses_has_the_remedy_of_its_reason(
+    error: Exception, reason: str, remedy: str
+) -> None:
+    with pytest.raises(OutputError) as caught, writing(Path("out"), then="go on"):
+        raise error
+    assert reason in caught.value.message
+    assert remedy in str(caught.value.hint)
+
+
+def test_an_error_that_is_not_the_disks_passes(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), writing(tmp_path):
+        raise KeyError

@@ -16,7 +16,7 @@ import peagle
 PACKAGE = Path(peagle.__file__).parent
 KERNELS = "peagle.kernels.gpu"
 IMPORTS_TRITON = re.compile(r"\s*(import|from) triton\b")
-HELP = "import sys; sys.argv = ['peagle', '--help']; from peagle.cli.main import run; run()"
+HELP = "import sys; sys.argv = ['peagle', '--help']; from peagle.__main__ import run; run()"
 ENGINE = """
 import torch
 from transformers import LlamaConfig

@@ -7,13 +7,18 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import typer
 
+from peagle.backends.vllm.options import VllmOptions
+from peagle.backends.vllm.released import released_models
 from peagle.cli.main import app
+from peagle.deploy.config import DeployConfig
+from peagle.deploy.plan import make_plan
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks/README.md"])
@@ -60,6 +65,16 @@ def test_plot_shows_the_figures_of_the_result_files(monkeypatch: pytest.MonkeyPa
 def test_command_line_page_shows_the_commands_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     page = script("docs/cli_page.py", monkeypatch)
     assert (ROOT / "docs/cli.md").read_text(encoding="utf-8") == page.cli_page(), RENEW
+
+
+def test_page_of_the_recipe_shows_its_keys_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = script("docs/recipe_page.py", monkeypatch)
+    assert (ROOT / "docs/recipe.md").read_text(encoding="utf-8") == page.recipe_page(), RENEW
+
+
+def test_models_page_shows_families_and_sizes_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = script("docs/models_page.py", monkeypatch)
+    assert (ROOT / "docs/models.md").read_text(encoding="utf-8") == page.models_page(), RENEW
 
 
 def test_table_of_packages_shows_the_sources_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +136,22 @@ def test_commands_and_flags_that_a_page_shows_exist(page: Path) -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize("name", released_models())
+def test_the_page_of_deployments_says_which_instance_a_pair_runs_on(name: str) -> None:
+    page = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
+    known_as = released_models()[name].jumpstart_id
+    jumpstart = f"`{known_as}`" if known_as else "none found"
+    plan = make_plan(
+        name,
+        DeployConfig(),
+        region="us-east-1",
+        drafter={},
+        options=VllmOptions(),
+        now=datetime.now(UTC),
+    )
+    assert f"| `{name}` | {jumpstart} | {plan.instance_type} |\n" in page
+
+
 def test_trees_have_rows_and_bars_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     page = script("benchmarks/results_page.py", monkeypatch)
     plot = script("benchmarks/speed_plot.py", monkeypatch)
@@ -135,3 +166,27 @@ def test_trees_have_rows_and_bars_of_their_own(monkeypatch: pytest.MonkeyPatch) 
     assert "HumanEval with 1 stream (" in page.where_it_loses(with_trees), "K = 11 is faster there"
     assert "| HumanEval, K = 7, N = 31 |" in page.speed_on_a_gpu()
     assert all("P-EAGLE trees" in drawing for drawing in plot.images().values())
+
+
+def test_picture_says_what_was_measured_and_shows_one_answer_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plot = script("benchmarks/speed_plot.py", monkeypatch)
+    shown = plot.answer()
+    assert "".join(shown.plain) == "".join(shown.drafted)
+    assert len(shown.drafted) < len(shown.plain)
+    for drawing in plot.images().values():
+        for words in ("SmolLM2-135M", "HumanEval", "NVIDIA H200", "bfloat16", "times as fast"):
+            assert words in drawing
+        assert f"{len(shown.drafted)} passes" in drawing
+    monkeypatch.setattr(plot, "answer", lambda: plot.Answer([], []))
+    assert all("passes" in drawing for drawing in plot.images().values()), "in the headline alone"
+
+
+def test_readme_says_how_sure_its_figures_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = script("benchmarks/results_page.py", monkeypatch)
+    repeats = page.bench_report(page.H200)["manifest"]["num_repeats"]
+    assert f"Medians of {repeats} repeats; 95 % intervals of gains: ±" in page.readme_table()
+    once = page.bench_report(page.H200) | {"manifest": {"num_repeats": 1}}
+    once["cells"] = [cell | {"repeats": cell["repeats"][:1]} for cell in once["cells"]]
+    assert page.how_sure(once) == "1 repeat of each cell: too few for intervals."

@@ -26,6 +26,7 @@ LAYERS = (
     {"checkpoints"},
     {"engine"},
     {"backends"},
+    {"deploy"},
     {"prepare"},
     {"evaluate"},
     {"bench", "train"},
@@ -67,8 +68,11 @@ def test_a_lower_layer_never_imports_a_higher_one(path: Path) -> None:
         assert RANK.get(part, 0) <= RANK[own], f"{own} imports {module}"
 
 
-HELP = "import sys; sys.argv = ['peagle', '--help']; from peagle.cli.main import run; run()"
-HEAVY = ("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "gguf", "httpx")
+HELP = "import sys; sys.argv = ['peagle', '--help']; from peagle.__main__ import run; run()"
+HEAVY = (
+    *("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "gguf", "httpx"),
+    *("boto3", "botocore"),
+)
 
 
 @pytest.mark.parametrize("code", ["import peagle", HELP], ids=["import", "help"])

@@ -13,6 +13,7 @@ train            a dataset -> a head
 teacher_forcing  a drafter over whole texts, in training and in evaluation
 evaluate         acceptance of a head, offline
 bench            speed, latency and acceptance, measured; plots, advice, predictions
+deploy           endpoints on SageMaker
 heads            the heads that ship
 doctor           what in a dataset or a head silently costs acceptance
 config           what the engine and its drafter are told at start

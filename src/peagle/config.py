@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
@@ -12,13 +15,25 @@ from peagle.errors import ConfigError, PeagleError
 
 Method = Literal["p-eagle", "eagle3", "ngram", "none"]
 Verification = Literal["coupled", "rejection"]
+SpeculationMode = Literal["auto", "fixed"]
 Quantization = Literal["fp8"]
 
 MAX_SPECULATIVE_TOKENS = 64
 DEFAULT_SPECULATIVE_TOKENS = 5
+# Limits of speculation auto, where none are given: (K, N) by the kind of device.
+AUTO_LIMITS = {"cuda": (15, 31), "cpu": (7, 15)}
 MAX_DRAFT_NODES = 63  # a row's ancestors, the newest token included, are the bits of one int64
 
+LARGEST_INT = 2**63  # of torch's integers
+
 _Config = TypeVar("_Config")
+# pydantic's errors about a bound: where it stands in them, and how it is written
+RANGES = {
+    "greater_than_equal": ("ge", ">="),
+    "greater_than": ("gt", ">"),
+    "less_than_equal": ("le", "<="),
+    "less_than": ("lt", "<"),
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +60,9 @@ class SpeculativeConfig:
     # Drafts are a tree of so many tokens, `num_speculative_tokens` of them behind each other at
     # most; None: a chain. P-EAGLE heads can, with verification "coupled".
     num_draft_nodes: int | None = None
+    # auto: each step verifies as many drafts as pay, at most these; fixed: always as many.
+    # None: auto for P-EAGLE heads where neither is given and everything else allows it.
+    speculation: SpeculationMode | None = None
     prompt_lookup_max: int = 4  # ngram: longest suffix that is looked up
     prompt_lookup_min: int = 2
     verification: Verification = "coupled"
@@ -52,6 +70,12 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         _check_choice("method", self.method, (*get_args(Method), None))
         _check_choice("verification", self.verification, get_args(Verification))
+        _check_choice("speculation", self.speculation, (*get_args(SpeculationMode), None))
+        if self.speculation == "auto" and self.verification == "rejection":
+            raise ConfigError(
+                "speculation auto verifies by coupling, not by rejection",
+                hint="use speculation fixed, or verification coupled",
+            )
         k = self.num_speculative_tokens
         if k is not None and not 1 <= k <= MAX_SPECULATIVE_TOKENS:
             raise ConfigError(
@@ -139,15 +163,36 @@ def from_mapping(cls: type[_Config], options: Mapping[str, Any], where: str) -> 
     what its key takes. Numbers may be strings: YAML reads 1e-4, without a dot, as one. A bool is
     not a number, nor is a string a bool.
     """
-    from pydantic import TypeAdapter, ValidationError  # not needed for `peagle --help`
+    from pydantic import ValidationError  # not needed for `peagle --help`
 
     _check_keys(cls, options, where)
     try:
-        config = TypeAdapter(cls).validate_python(dict(options))
+        config: _Config = _adapter(cls).validate_python(dict(options))
     except ValidationError as error:
         raise _misfit(error.errors(), options) from None
-    _check_bools(options, config)
+    _check_values(options, config)
     return config
+
+
+@functools.cache  # it compiles the checks of every field
+def _adapter(cls: type) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cls)
+
+
+def changed_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
+    """By key, `old -> new` of each value that both have and that is not the same, sections
+    included."""
+    found: dict[str, str] = {}
+    for key in before.keys() & after.keys():
+        old, new = before[key], after[key]
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            inside = changed_values(old, new)
+            found |= {f"{key}.{name}": change for name, change in inside.items()}
+        elif old != new:
+            found[key] = f"{json.dumps(old)} -> {json.dumps(new)}"
+    return dict(sorted(found.items()))
 
 
 def _check_keys(cls: type, options: Mapping[str, Any], where: str) -> None:
@@ -164,20 +209,24 @@ def _check_keys(cls: type, options: Mapping[str, Any], where: str) -> None:
             _check_keys(cast("type", kinds[key]), value, key)
 
 
-def _check_bools(given: Any, made: Any, name: str = "") -> None:
+def _check_values(given: Any, made: Any, name: str = "") -> None:
     """pydantic takes true for 1 and "yes" for true; its strict mode, which does not, would also
-    refuse "1e-4" for a number."""
+    refuse "1e-4" for a number. Nor does torch take numbers of any size."""
     if isinstance(given, Mapping):
         for key, value in given.items():
             inside = made.get(key, value) if isinstance(made, Mapping) else getattr(made, key)
-            _check_bools(value, inside, f"{name}.{key}" if name else key)
+            _check_values(value, inside, f"{name}.{key}" if name else key)
     elif isinstance(given, list | tuple) and isinstance(made, list | tuple):
         for number, (value, inside) in enumerate(zip(given, made, strict=True)):
-            _check_bools(value, inside, f"{name}.{number}")
+            _check_values(value, inside, f"{name}.{number}")
     elif isinstance(given, bool) and not isinstance(made, bool):
         raise ConfigError(f"{name}={given!r} does not fit", hint="use a valid number")
     elif isinstance(given, str) and isinstance(made, bool):
         raise ConfigError(f"{name}={given!r} does not fit", hint="use true or false")
+    elif isinstance(made, float) and not math.isfinite(made):
+        raise ConfigError(f"{name}={given!r} is out of range", hint="use a finite number")
+    elif isinstance(made, int) and abs(made) >= LARGEST_INT:
+        raise ConfigError(f"{name}={given!r} is out of range", hint="use fewer digits")
 
 
 def _misfit(errors: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> PeagleError:
@@ -191,7 +240,8 @@ def _misfit(errors: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> 
         return ConfigError(f"{name!r} is not set")
     same = [error for error in errors if error["loc"][: len(path)] == path]
     wanted = " or ".join(dict.fromkeys(expected_value(error) for error in same))
-    return ConfigError(f"{name}={value!r} does not fit", hint=f"use {wanted}")
+    wrong = "is out of range" if errors[0]["type"] in RANGES else "does not fit"
+    return ConfigError(f"{name}={value!r} {wrong}", hint=f"use {wanted}")
 
 
 def expected_value(error: Mapping[str, Any]) -> str:
@@ -204,6 +254,14 @@ def expected_value(error: Mapping[str, Any]) -> str:
         return "more values"
     if error["type"] == "too_long":
         return f"at most {error['ctx']['max_length']} values"
+    if error["type"] == "string_too_short":
+        return "a text that is not empty"
+    if error["type"] == "literal_error":
+        return str(error["ctx"]["expected"])
+    if error["type"] in RANGES:
+        key, sign = RANGES[error["type"]]
+        bound = error["ctx"][key]
+        return f"a number {sign} {int(bound) if bound == int(bound) else bound}"
     return str(error["msg"]).removeprefix("Input should be ").partition(", ")[0]
 
 

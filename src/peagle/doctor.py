@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -10,16 +11,25 @@ import torch
 from torch import Tensor
 
 from peagle.checkpoints.heads.config import read_head_config
-from peagle.checkpoints.heads.references import resolve_head
-from peagle.checkpoints.references import load_config, load_tokenizer, resolve_model
+from peagle.checkpoints.heads.references import resolve_head, resolve_head_config
+from peagle.checkpoints.references import (
+    load_config,
+    load_tokenizer,
+    resolve_config,
+    resolve_model,
+    same_target,
+)
 from peagle.config import EngineConfig
 from peagle.data.dataset import Dataset
 from peagle.data.fingerprints import template_fingerprint, tokenizer_fingerprint
 from peagle.data.packing import lay_out
 from peagle.data.summary import share, spread, supervised_per_row
+from peagle.engine.memory import head_memory, target_memory
 from peagle.engine.prompts import PromptReader
-from peagle.errors import PeagleError, RequestError
+from peagle.errors import ModelError, PeagleError, RequestError
 from peagle.evaluate.offline import Pair, evaluate_pair, load_pair
+from peagle.models.adapter import adapted_config
+from peagle.models.config import DecoderConfig
 from peagle.models.head_config import HeadConfig
 from peagle.models.target import default_aux_hidden_state_layers
 from peagle.prepare.dataset_spec import recorded_params
@@ -58,13 +68,17 @@ def guarded(check: str, findings: Iterable[Finding]) -> Iterator[Finding]:
         yield Finding("error", check, error.message, error.hint)
 
 
-def examine_data(folder: Path, model: str) -> Iterator[Finding]:
+def examine_data(
+    folder: Path, model: str, template_kwargs: Mapping[str, Any] | None = None
+) -> Iterator[Finding]:
+    """`template_kwargs`: the variables of the chat template that serving sets."""
     dataset = Dataset(folder)
     target = resolve_model(model)
     tokenizer, config = load_tokenizer(target), load_config(target)
     rows = sample_rows(dataset)
     yield from check_fingerprints(dataset.manifest["made_by"], model, tokenizer)
-    yield from check_frame(rows, tokenizer)
+    yield check_template_kwargs(dataset.manifest["made_by"], template_kwargs or {})
+    yield from check_frame(rows, tokenizer, dataset.manifest["made_by"])
     yield check_vocabulary(rows, int(config.vocab_size))
     yield from check_mask(dataset, rows)
     yield from check_answers(dataset)
@@ -101,30 +115,35 @@ def check_fingerprints(made_by: dict[str, Any], model: str, tokenizer: Any) -> I
             yield Finding("error", what, "not that of the target", again)
 
 
-def same_target(recorded: str, model: str) -> bool:
-    """Two references, one of which may be the folder that the other stands for."""
-    return recorded == model or Path(recorded) == resolve_model(model)
+def check_template_kwargs(made_by: Mapping[str, Any], served: Mapping[str, Any]) -> Finding:
+    """A head that learned one reasoning mode drafts poorly in another."""
+    prepared = made_by.get("chat_template_kwargs", {})
+    message = f"the data was prepared with {json.dumps(prepared)}, served is {json.dumps(served)}"
+    hint = "give --chat-template-kwargs as served, or prepare the data again with it"
+    return graded("reasoning mode", message, warning=prepared != served, hint=hint)
 
 
-def check_frame(rows: Rows, tokenizer: Any) -> Iterator[Finding]:
+def check_frame(rows: Rows, tokenizer: Any, made_by: Mapping[str, Any]) -> Iterator[Finding]:
     """Do rows begin, and answers follow, as the template writes it? Needs no manifest."""
     if not tokenizer.chat_template:
         return
-    start, end = template_frame(tokenizer)
+    start, end = template_frame(tokenizer, made_by.get("chat_template_kwargs", {}))
     begins = [tokens[: len(start)].tolist() == start for tokens, _ in rows]
     hint = "prepare with this target's chat template: it is what serving sends"
     wrong = 1 - sum(begins) / len(begins)
-    message = f"{wrong:.0%} of the rows do not begin as the target's template does"
+    message = f"{1 - wrong:.0%} of the rows begin as the target's template does"
     yield graded("row start", message, warning=wrong > 0, error=wrong > 0.5, hint=hint)
     firsts = [(tokens, int(mask.int().argmax())) for tokens, mask in rows if mask.any()]
     ends = [tokens[max(at - len(end), 0) : at].tolist() == end for tokens, at in firsts]
     wrong = 1 - sum(ends) / max(len(ends), 1)
-    message = f"{wrong:.0%} of the answers do not start right behind the template's prompt"
+    message = f"{1 - wrong:.0%} of the answers start right behind the template's prompt"
     hint = "the mask must begin with the first generated token"
     yield graded("answer start", message, warning=wrong > 0, error=wrong > 0.5, hint=hint)
 
 
-def template_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+def template_frame(
+    tokenizer: Any, kwargs: Mapping[str, Any] | None = None
+) -> tuple[list[int], list[int]]:
     """Tokens that every templated prompt begins with, and those that it ends with."""
     reader = PromptReader(tokenizer)
     probes = [
@@ -135,7 +154,7 @@ def template_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     prompts = []
     for probe in probes:
         try:
-            prompts.append(reader.render_chat(probe)["prompt_token_ids"])
+            prompts.append(reader.render_chat(probe, kwargs=kwargs)["prompt_token_ids"])
         except RequestError:  # some templates know no system message
             continue
     backwards = [prompt[::-1] for prompt in prompts]
@@ -206,6 +225,51 @@ def check_loss_shares(rows: Rows, depths: int) -> Finding:
     return graded("loss shares", message, warning=float(shares[-1]) < 0.02, hint=hint)
 
 
+def examine_configs(head: str, model: str) -> Iterator[Finding]:
+    """What the two configs say together; no weight is read, none needs to be there."""
+    config = load_config(resolve_config(model))
+    yield from guarded("target", map(check_path, [config]))
+    head_config = read_head_config(resolve_head_config(head), with_weights=False)
+    yield from guarded("fit", check_fit(head_config, config))
+    yield from check_layers(head_config, config)
+    advised, most = head_config.num_speculative_tokens, head_config.max_speculative_tokens
+    message = f"{head_config.method}, {advised} draft tokens unless told, {most} at most"
+    yield Finding("ok", "drafts", message)
+    yield from guarded("memory", check_memory(head_config, config))
+
+
+def check_path(config: Any) -> Finding:
+    """By what the embedded engine runs the target."""
+    family = config.model_type
+    try:
+        decoder = DecoderConfig.from_transformers(config)
+    except ModelError as error:
+        adapted_config(config)  # raises where there is no way
+        message = f"{family} runs by transformers' modules, slower: {error.message}"
+        return Finding("warning", "target", message, "serve it with --backend vllm")
+    by = "the fused kernels" if decoder.has_standard_layers else "its modules"
+    return Finding("ok", "target", f"{family} is native and runs by {by}")
+
+
+def check_fit(head: HeadConfig, config: Any) -> Iterator[Finding]:
+    head.check_fits(config)
+    yield Finding("ok", "fit", "the head's sizes and layers fit the target")
+
+
+def check_memory(head: HeadConfig, config: Any) -> Iterator[Finding]:
+    """In bfloat16: what a GPU holds before the first request, and per token of context."""
+    dtype = torch.bfloat16
+    parts = [head_memory(head)]
+    try:
+        parts.append(target_memory(DecoderConfig.from_transformers(config)))
+    except ModelError:
+        yield Finding("warning", "memory", "the target's is known once its weights are there")
+    weights = " + ".join(f"{part.weight_bytes(dtype) / 2**30:.1f}" for part in reversed(parts))
+    cache = sum(part.token_bytes(dtype) for part in parts) / 2**10
+    message = f"{weights} GiB of bfloat16 weights, {cache:.0f} KiB of cache for each token"
+    yield Finding("ok", "memory", message)
+
+
 def examine_head(
     head: str, model: str, config: EngineConfig, data: Path | None
 ) -> Iterator[Finding]:
@@ -225,7 +289,10 @@ def check_config(head: HeadConfig, model: str) -> Iterator[Finding]:
     if not same_target(head.target_model, model):
         message = f"it was trained for {head.target_model}, not {model}"
         yield Finding("warning", "head's target", message, "fine if both name the same model")
-    target = load_config(resolve_model(model))
+    yield from check_layers(head, load_config(resolve_model(model)))
+
+
+def check_layers(head: HeadConfig, target: Any) -> Iterator[Finding]:
     usual = default_aux_hidden_state_layers(int(target.num_hidden_layers))
     layers = head.aux_hidden_state_layer_ids
     message = f"the head reads layers {list(layers)}; unless told, servers take {list(usual)}"

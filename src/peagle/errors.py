@@ -35,12 +35,20 @@ class TrainingError(PeagleError):
     """A run cannot go on; what it had reached is kept."""
 
 
+class OutputError(PeagleError):
+    """A file or a folder cannot be written, or another process is writing to it."""
+
+
 class ConfigError(PeagleError):
     """An option or a combination of options makes no sense."""
 
 
 class RequestError(PeagleError):
     """One request cannot be served; its neighbours are not affected."""
+
+
+class DeployError(PeagleError):
+    """An endpoint cannot be made, reached or removed."""
 
 
 class BackendError(PeagleError):

@@ -8,14 +8,80 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from peagle.locking import try_lock
+from peagle.errors import OutputError
+from peagle.locking import hold_lock, try_lock
+
+LOCK = ".lock"
+_REMEDIES = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room",
+    errno.EACCES: "check its permissions, or name another place",
+    errno.EPERM: "check its permissions, or name another place",
+    errno.EROFS: "name a place that can be written",
+    errno.ENAMETOOLONG: "name a shorter path",
+}
+
+
+class Refusal(NamedTuple):
+    """Why the system did not read or write something, and what a user can do."""
+
+    reason: str
+    remedy: str
+
+
+def refusal(error: OSError) -> Refusal:
+    return Refusal(error.strerror or str(error), _REMEDIES.get(error.errno or 0, "check the path"))
+
+
+def as_os_error(error: Exception) -> OSError | None:
+    """The file system's error, which safetensors hands on in words; None where it is another."""
+    if isinstance(error, OSError):
+        return error
+    from safetensors import SafetensorError
+
+    code = re.search(r"\(os error (\d+)\)", str(error))
+    if code is None or not isinstance(error, SafetensorError):
+        return None
+    return OSError(int(code[1]), os.strerror(int(code[1])))
+
+
+@contextlib.contextmanager
+def writing(path: Path, *, then: str = "") -> Iterator[None]:
+    """What the disk refuses is the user's to mend; `then`: how to go on afterwards."""
+    try:
+        yield
+    except Exception as error:
+        refused = as_os_error(error)
+        if refused is None:
+            raise
+        reason, remedy = refusal(refused)
+        hint = f"{remedy}, then {then}" if then else remedy
+        raise OutputError(f"cannot write to {path}: {reason}", hint=hint) from error
+
+
+@contextlib.contextmanager
+def held_folder(folder: Path) -> Iterator[None]:
+    """Makes a folder and holds it alone for the block; a second writer is refused at once."""
+
+    def refuse() -> None:
+        raise OutputError(
+            f"another process is writing to {folder}",
+            hint="wait for it or stop it, or name another folder",
+        )
+
+    with contextlib.ExitStack() as stack:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(hold_lock(folder / LOCK, on_wait=refuse))
+        yield
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
@@ -32,6 +98,11 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
     write_atomic(path, content)
 
 
+def check_readable(path: Path) -> None:
+    """Raises what keeps a file from being read; safetensors would say that it is missing."""
+    path.open("rb").close()
+
+
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -45,7 +116,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
     """
     remove_leftovers(path)
     temporary = _temporary_sibling(path)
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask
     try_lock(descriptor)  # held while we live: tells others that this is not a leftover
     try:
         yield temporary
@@ -71,7 +142,10 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     try_lock(descriptor)
     try:
         yield temporary
+        mode = temporary.stat().st_mode & 0o666  # as the umask has it
         for entry in (*temporary.rglob("*"), temporary):
+            if entry.is_file():  # safetensors makes its files for their owner alone
+                entry.chmod(mode)
             _fsync(entry)
         _replace_folder(temporary, path)
         _fsync(path.parent)

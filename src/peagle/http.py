@@ -125,16 +125,8 @@ class HttpClient:
             return b"".join(pieces)
 
     def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The documents of a server-sent stream. One without its end mark broke off."""
-        ended = False
         with self._response("POST", path, body) as pieces:
-            for line in _lines(pieces):  # to the very end, or the connection is not kept
-                data = line[5:].strip() if line.startswith(b"data:") else b""
-                ended = ended or data == b"[DONE]"
-                if data and not ended:
-                    yield _document(data)
-        if not ended:
-            raise LostError("the answer broke off")
+            yield from server_sent(pieces)
 
     @contextlib.contextmanager
     def _response(
@@ -149,7 +141,7 @@ class HttpClient:
             raise LostError(str(error) or type(error).__name__) from None
         try:
             if not response.is_success:
-                raise RefusedError(response.status_code, _message(response.read()))
+                raise RefusedError(response.status_code, error_message(response.read()))
             yield response.iter_bytes()
         except httpx.RemoteProtocolError:
             raise LostError("the answer broke off") from None
@@ -168,6 +160,18 @@ class HttpClient:
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
             # The server may have closed a kept connection while it was idle: try another.
             return self._client.send(request, stream=True)
+
+
+def server_sent(pieces: Iterator[bytes]) -> Generator[dict[str, Any], None, None]:
+    """The documents of a server-sent stream. One without its end mark broke off."""
+    ended = False
+    for line in _lines(pieces):  # to the very end, or the connection is not kept
+        data = line[5:].strip() if line.startswith(b"data:") else b""
+        ended = ended or data == b"[DONE]"
+        if data and not ended:
+            yield _document(data)
+    if not ended:
+        raise LostError("the answer broke off")
 
 
 def retrying(
@@ -221,11 +225,11 @@ def _document(data: bytes) -> dict[str, Any]:
     except ValueError:
         raise LostError(f"the stream holds no JSON: {data[:80]!r}") from None
     if "error" in document:
-        raise RefusedError(500, _message(data))
+        raise RefusedError(500, error_message(data))
     return document
 
 
-def _message(content: bytes) -> str:
+def error_message(content: bytes) -> str:
     """The `message` of an OpenAI error, or the start of whatever came."""
     try:
         document = json.loads(content)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 GRACE = 20.0  # seconds between asking and killing
 TIDY_UP = 2.0  # seconds for a server's children, when it is gone itself
@@ -72,16 +72,31 @@ def _wait_for_end(group: int, patience: float) -> None:
         time.sleep(0.05)
 
 
-class StopSignals:
-    """SIGINT and SIGTERM as something that a loop can wait for."""
+class Terminated(KeyboardInterrupt):
+    """SIGTERM as an exception: what cleans up after Ctrl-C does so after it, too."""
 
-    def __init__(self) -> None:
+
+def raise_terminated(*_: object) -> None:
+    """A handler for SIGTERM."""
+    raise Terminated
+
+
+class StopSignals:
+    """SIGINT and SIGTERM as something that a loop can wait for, in the main thread.
+
+    `impatient`: a second one does interrupt.
+    """
+
+    def __init__(self, *, impatient: bool = False) -> None:
         self.received: list[int] = []
+        self.impatient = impatient
         self._any = threading.Event()
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        self._before = {number: signal.signal(number, self._note) for number in numbers}
+        if threading.current_thread() is threading.main_thread():  # others have no handlers
+            numbers = (signal.SIGINT, signal.SIGTERM)
+            self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -91,9 +106,24 @@ class StopSignals:
     def wait(self, seconds: float) -> bool:
         return self._any.wait(seconds)
 
+    def interrupt(self) -> None:
+        """Raises what the first signal stands for; nothing where none came."""
+        if self.received:
+            raise Terminated if self.received[0] == signal.SIGTERM else KeyboardInterrupt
+
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.received.append(number)
         self._any.set()
+        if self.impatient and len(self.received) > 1:
+            self.interrupt()
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """The block is done whole: a signal to stop interrupts when it has ended."""
+    with StopSignals(impatient=True) as signals:
+        yield
+    signals.interrupt()
 
 
 class GuardedProcess:

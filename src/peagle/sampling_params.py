@@ -63,8 +63,9 @@ class StructuredOutputsParams:
 class SamplingParams:
     """Parameters of one request. Every combination is lossless under speculation.
 
-    `num_speculative_tokens` is ours: None takes the engine's K, 0 turns speculation off for
-    this request, 1..K asks for fewer drafts.
+    `num_speculative_tokens` and `num_draft_nodes` are ours: None takes the engine's, 0 turns
+    speculation off for this request, less asks for fewer drafts. With speculation auto they are
+    limits.
     """
 
     n: Annotated[int, Doc("Answers per prompt.")] = 1
@@ -92,6 +93,7 @@ class SamplingParams:
     logprobs: Annotated[int | None, Doc("Log-probabilities of the N best tokens.")] = None
     skip_special_tokens: bool = True
     num_speculative_tokens: int | None = None
+    num_draft_nodes: int | None = None
     structured_outputs: Annotated[
         StructuredOutputsParams | None,
         Doc('What answers look like: {"json": SCHEMA}, {"regex": ...}, {"choice": [...]} ...'),
@@ -136,13 +138,11 @@ def _check_numbers(p: SamplingParams) -> None:
             )
     if p.logprobs is not None:
         _require(0 <= p.logprobs <= MAX_LOGPROBS, "logprobs", p.logprobs, f"in [0, {MAX_LOGPROBS}]")
-    if p.num_speculative_tokens is not None:
-        _require(
-            p.num_speculative_tokens >= 0,
-            "num_speculative_tokens",
-            p.num_speculative_tokens,
-            "0 (off for this request) or more",
-        )
+    for name, count in (
+        ("num_speculative_tokens", p.num_speculative_tokens),
+        ("num_draft_nodes", p.num_draft_nodes),
+    ):
+        _require(count is None or count >= 0, name, count, "0 (off for this request) or more")
     if p.structured_outputs is not None and p.ignore_eos:
         raise RequestError(
             "structured_outputs and ignore_eos contradict each other",

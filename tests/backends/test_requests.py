@@ -10,7 +10,7 @@ from peagle.backends.vllm.requests import check_params, vllm_params
 from peagle.errors import RequestError
 from peagle.sampling_params import SamplingParams
 
-NOT_OF_VLLM = {"num_speculative_tokens"}  # checked instead: vLLM's K is the engine's
+NOT_OF_VLLM = {"num_speculative_tokens", "num_draft_nodes"}  # checked: vLLM's K is the engine's
 
 
 def test_every_field_of_ours_is_handed_over() -> None:

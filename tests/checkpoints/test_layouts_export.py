@@ -41,6 +41,17 @@ def config_of(folder: Path) -> Any:
     return json.loads((folder / "config.json").read_text())
 
 
+def test_a_correction_stays_behind(model: Path, target: TargetModel, tmp_path: Path) -> None:
+    head = native(tmp_path / "head", target, torch.bfloat16, correction_size=8)
+    bare = native(tmp_path / "bare", target, torch.bfloat16)
+    assert (head / "correction.safetensors").is_file()
+    out, expected = (export(h, model, tmp_path / "out" / h.name) for h in (head, bare))
+    assert sorted(f.name for f in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert config_of(out) == config_of(expected)
+    ours, theirs = (load_file(f / "model.safetensors") for f in (out, expected))
+    assert ours.keys() == theirs.keys()
+
+
 def test_vllms_config_leaves_no_default_to_vllm(
     model: Path, target: TargetModel, tmp_path: Path
 ) -> None:

@@ -146,12 +146,24 @@ def test_many_missing_tensors_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["layers.4.mlp.up_proj.weight", "layers.0.self_attn.qkv_proj.weight"]
+    "name", ["layers.4.mlp.up_proj.weight", "layers.0.self_attn.kv_proj.weight"]
 )
 def test_an_unknown_tensor_is_named(name: str) -> None:
     tensors = {**stored(), name: torch.zeros(2)}
     with pytest.raises(ModelError, match=f"unknown tensor {name}"):
         load(empty(), tensors.items())
+
+
+def test_a_tensor_that_is_stored_fused_is_taken_instead_of_its_parts() -> None:
+    tensors, apart, fused = stored(), empty(), empty()
+    load(apart, tensors.items())
+    name = "layers.0.self_attn.qkv_proj.weight"
+    parts = [f"layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    together = {name: torch.cat([tensors.pop(part) for part in parts])}
+    load(fused, {**tensors, **together}.items())
+    assert torch.equal(fused.get_parameter(name), apart.get_parameter(name))
+    with pytest.raises(ModelError, match=f"{name} twice"):
+        load(empty(), {**stored(), **together}.items())
 
 
 @pytest.mark.parametrize("name", ["norm.weight", "layers.1.self_attn.v_proj.weight"])

@@ -54,6 +54,8 @@ class FakeLLM:
     def method(self) -> str:
         return (self.speculative_config and self.speculative_config.method) or "none"
 
+    is_auto = False
+
     @property
     def num_speculative_tokens(self) -> int:
         return 3 if self.speculative_config else 0
@@ -72,6 +74,15 @@ class FakeLLM:
 
     def generate(self, prompts: list[Any], params: SamplingParams) -> list[RequestOutput]:
         return [self._result(self._text(p), params, len(self.answer)) for p in prompts]
+
+    def as_finished(
+        self, prompts: list[Any], params: SamplingParams
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """In the order of the prompts; `interrupt_at` counts them from 1."""
+        for index, prompt in enumerate(prompts):
+            if index + 1 == self.interrupt_at:
+                signal.raise_signal(signal.SIGINT)
+            yield index, self._result(self._text(prompt), params, len(self.answer))
 
     def chat(self, messages: list[dict[str, str]], params: SamplingParams) -> list[RequestOutput]:
         return self.generate([messages], params)

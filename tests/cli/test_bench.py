@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from peagle.bench.results.document import Cell, save_results
 from peagle.cli.bench import print_results
 from tests.bench.made import make_cell, make_lossless, make_results
 
@@ -30,8 +31,7 @@ def test_grid_prints_a_table_and_ends_with_json(
     assert len(command.out.splitlines()) == 1
     assert "[4/4]" in command.err
     assert "0 s left" in command.err
-    assert "3 of 3" not in command.err  # nine comparisons: three runs beside the reference
-    assert "Same output: all 9 greedy answers equal those without speculation" in command.err
+    assert "Same output: all 6 greedy answers with speculation equal plain" in command.err
     assert command(*shown[:-1]) == 0
     assert "speed-up" in command.out
     assert "4 of 4 runs are there already" in command.err
@@ -101,7 +101,8 @@ def test_failures_are_named_but_not_all(capsys: pytest.CaptureFixture[str]) -> N
     out = capsys.readouterr().out
     assert out.count("failed: p") == 5
     assert "and 4 more: results.json has them" in out
-    assert "8 of 240 greedy answers with speculation leave those without it" in out
+    assert "Same output up to rounding" in out
+    assert "With speculation 8 of 240 greedy answers differ from plain decoding's" in out
     assert "p-eagle K=5 at 4, q0, turn 1, token 18: ' the' for ' a'" in out
     assert "and 3 more: peagle report shows them" in out
     assert "p-eagle (partial)" in out
@@ -126,3 +127,52 @@ def test_a_different_answer_is_an_error_where_kernels_are_batch_invariant(
     assert command(*shown, "--batch-invariant") == 1
     assert "2 answers differ in spite of --batch-invariant" in command.err
     assert command(*shown) == 0
+
+
+def test_a_comparison_says_of_each_column_what_is_worse(
+    command: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def with_length(cell: Cell, length: float) -> Cell:
+        stats = {"num_drafts": 100, "mean_acceptance_length": length}
+        return replace(cell, repeats=[replace(run, stats=stats) for run in cell.repeats])
+
+    old, new = (43.9, 39.0), (28.4, 28.2)  # noise is not known from two
+    alone = [make_cell("eagle3", k) for k in range(1, 9)]
+    a = [with_length(make_cell("p-eagle", 3, old), 2.26), make_cell(speeds=(9.0, 9.1, 9.2)), *alone]
+    b = [with_length(make_cell("p-eagle", 3, new), 2.16), make_cell(speeds=(6.0, 6.1, 6.2))]
+    for name, cells in (("a", a), ("b", b)):
+        save_results(make_results(cells), tmp_path / name)
+    assert command("bench", "compare", str(tmp_path / "a"), str(tmp_path / "b")) == 1
+    rows = [line.split("│") for line in command.out.splitlines() if line.startswith("│ ")]
+    speed = {row[1].strip(): row[-3].strip() for row in rows}
+    accepted = {row[1].strip(): row[-2].strip() for row in rows}
+    assert speed["p-eagle"] == "0.68x (2 repeats) unknown"
+    assert accepted["p-eagle"] == "2.26 to 2.16 WORSE"
+    assert speed["none"].endswith("WORSE")
+    assert accepted["none"] == "-"
+    assert "2 of 2 cells worse beyond noise: 1 in speed, 1 in acceptance" in command.out
+    (line,) = [line for line in command.out.splitlines() if line.startswith("only in A")]
+    assert line.startswith("only in A: 8 cells: eagle3 (smollm2-135m-eagle3) K=1, chat at 1;")
+    assert line.endswith("and 5 more")
+
+
+def test_a_busy_machine_is_one_word_beside_the_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [replace(run, other_cpu_share=0.5) for run in make_cell().repeats]
+    print_results(make_results([replace(make_cell(), repeats=runs)]), file=sys.stdout)
+    out = capsys.readouterr().out
+    assert "none (busy)" in out
+    assert "Busy machine: during 3 of 3 runs others took up to 50% of the CPU time." in out
+
+
+def test_two_repeats_are_shown_by_their_range(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    cells = [make_cell(speeds=(79_028.0, 67_537.0)), make_cell("p-eagle", 3, (144e3, 145e3))]
+    print_results(make_results(cells), file=sys.stdout)
+    out = capsys.readouterr().out
+    assert "73,000 (68,000 to 79,000)" in out
+    assert "1.98x (2 repeats)" in out
+    assert "±" not in out

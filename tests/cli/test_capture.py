@@ -12,6 +12,7 @@ from peagle.cli.capture import parse_size
 from peagle.data.dataset import Dataset
 from peagle.data.packing import pack
 from peagle.errors import ConfigError
+from peagle.files import held_folder
 from peagle.train.features import capture as capture_module
 from peagle.train.features.capture import StoredFeatures
 
@@ -24,7 +25,7 @@ def test_states_are_stored_and_a_second_run_adds_none(
     arguments = ("capture", data, "--model", model, "--out", str(tmp_path), "--device", "cpu")
     assert command(*arguments, "--json") == 0
     assert "8 rows" in command.err
-    assert "GiB" in command.err.splitlines()[0]
+    assert "KiB" in command.err.splitlines()[0]
     found = command.json
     assert found["aux_hidden_state_layers"] == [2, 3, 3]
     on_disk = sum(f.stat().st_size for f in tmp_path.glob("*.safetensors"))
@@ -44,6 +45,7 @@ def test_a_forecast_alone_writes_nothing(
 ) -> None:
     out = tmp_path / "states"
     assert command("capture", data, "--model", model, "--out", str(out), "--forecast") == 0
+    assert command.out.startswith("8 rows, ")
     assert not out.exists()
 
 
@@ -51,8 +53,10 @@ def test_limits_and_mistakes_are_one_line(
     command: Shell, model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for changes, message in (
-        (("--max-disk", "1K"), "more than"),
+        (("--max-disk", "1K"), "more than the 1.0 KiB allowed"),
         (("--max-disk", "much"), "is not a size"),
+        (("--max-disk", "9" * 400 + "T"), "is not a size"),
+        (("--max-length", "0"), "--max-length 0 is out of range"),
         (("--layer-ids", "2,99"), "are not all in 0..6"),
         (("--layer-ids", "x"), "is not a list"),
     ):
@@ -62,9 +66,17 @@ def test_limits_and_mistakes_are_one_line(
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(capture_module, "save_file", full)
+    monkeypatch.setattr(capture_module, "write_atomic", full)
     assert command("capture", data, "--model", model, "--out", str(tmp_path)) == 2
     assert "No space left on device" in command.err
+
+
+def test_a_folder_that_another_process_writes_to_is_refused(
+    command: Shell, model: str, data: str, tmp_path: Path
+) -> None:
+    with held_folder(tmp_path):
+        assert command("capture", data, "--model", model, "--out", str(tmp_path)) == 2
+    assert "another process is writing to" in command.err
 
 
 def test_sizes_are_read_as_people_write_them() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-COMMAND = "import sys; from peagle.cli.main import run; sys.argv[0] = 'peagle'; run()"
+COMMAND = "import sys; from peagle.__main__ import run; sys.argv[0] = 'peagle'; run()"
 LOADED = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr))\n"
 HEAVY = {"torch", "transformers", "numpy", "safetensors", "huggingface_hub"}
 

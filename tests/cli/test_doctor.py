@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from peagle.data.dataset import Dataset, DatasetWriter, Row, read_manifest
 from peagle.doctor import template_frame
+from tests.tiny.families import ADAPTED, FAMILIES
 from tests.tiny.folders import byte_tokenizer, write_head, write_model
 
 from .fakes import Shell
@@ -163,3 +164,57 @@ def test_findings_are_lines(command: Shell, model: str, tmp_path: Path) -> None:
     assert command("doctor", "--model", model, "--data", str(tmp_path)) == 1
     assert command.out.startswith("error    data: ")
     assert "hint: run `peagle prepare`" in command.out
+
+
+def configs_of(folder: Path, *sources: str) -> list[str]:
+    """Copies of the folders' config.json alone."""
+    copies = []
+    for number, source in enumerate(sources):
+        copy = folder / str(number)
+        copy.mkdir()
+        (copy / "config.json").write_text((Path(source) / "config.json").read_text())
+        copies.append(str(copy))
+    return copies
+
+
+def test_two_configs_alone_say_what_fits_and_what_it_needs(
+    command: Shell, model: str, head: str, tmp_path: Path
+) -> None:
+    target, drafter = configs_of(tmp_path, model, head)
+    assert command("doctor", drafter, "--model", target, "--json") == 0
+    found = {finding["check"]: finding for finding in command.json}
+    assert "llama is native and runs by the fused kernels" in found["target"]["message"]
+    assert "p-eagle, 3 draft tokens unless told, 4 at most" in found["drafts"]["message"]
+    assert "KiB of cache for each token" in found["memory"]["message"]
+    assert found["fit"]["level"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "message"),
+    [
+        ("gpt-oss", "ok", "gpt_oss is native and runs by its modules"),
+        ("gpt2", "warning", "gpt2 runs by transformers' modules, slower"),
+    ],
+)
+def test_a_head_for_another_target_does_not_fit(
+    name: str, level: str, message: str, command: Shell, head: str, tmp_path: Path
+) -> None:
+    (FAMILIES | ADAPTED)[name]().save_pretrained(tmp_path / "target")
+    assert command("doctor", head, "--model", str(tmp_path / "target"), "--json") == 1
+    found = {finding["check"]: finding for finding in command.json}
+    assert found["fit"]["level"] == "error"
+    assert "vocabulary" in found["fit"]["message"]
+    assert found["target"]["level"] == level
+    assert message in found["target"]["message"]
+
+
+def test_data_of_another_reasoning_mode_is_found(
+    command: Shell, model: str, data: str, tmp_path: Path
+) -> None:
+    mode = {"enable_thinking": False}
+    other = rewrite(data, tmp_path / "data", chat_template_kwargs=mode)
+    command("doctor", "--data", other, "--model", model, "--json")
+    assert levels(command)["reasoning mode"] == "warning"
+    given = ("--chat-template-kwargs", '{"enable_thinking": false}')
+    command("doctor", "--data", other, "--model", model, *given, "--json")
+    assert levels(command)["reasoning mode"] == "ok"

@@ -63,6 +63,19 @@ def test_data_gives_a_table(command: Shell, head: str, data: str) -> None:
 
 
 @pytest.mark.slow
+def test_trees_stand_beside_chains(command: Shell, head: str, data: str) -> None:
+    arguments = ("evaluate", head, "--data", data, "--spec-tokens", "2", "--spec-nodes")
+    assert command(*arguments, "9", *CPU, "--json") == 0
+    lengths = command.json["trees"]["all"]["acceptance_length"]
+    assert len(lengths) == 9
+    assert lengths == sorted(lengths)
+    assert command(*arguments, "9", *CPU) == 0
+    assert "trees of depth 2" in command.out
+    assert "N=9" in command.out
+    assert command(*arguments, "64", *CPU) == 2
+    assert "--spec-nodes 64 is out of range" in command.err
+
+
 def test_sampled_text_is_verified_both_ways(command: Shell, head: str, prompts: str) -> None:
     sampled = ("--temperature", "0.9", "--top-p", "0.9", "--limit", "3", "--json")
     assert command("evaluate", head, "--prompts", prompts, *sampled, *CPU) == 0
@@ -104,6 +117,11 @@ def test_a_users_error_is_one_line(command: Shell, head: str, data: str, prompts
         ((head, "--data", "/missing"), "is not a prepared dataset"),
         ((head, "--data", data, "--spec-tokens", "9"), "cannot draft 9 tokens"),
         ((head, "--data", data, "--held-out-share", "0.0"), "is held out"),
+        ((head, "--data", data, "--held-out-share", "7"), "--held-out-share 7 is out of range"),
+        ((head, "--data", data, "--held-out-share", "nan"), "--held-out-share"),
+        ((head, "--data", data, "--spec-tokens", "0"), "--spec-tokens 0 is out of range"),
+        ((head, "--data", data, "--limit", "0"), "--limit 0 is out of range"),
+        ((head, "--data", data, "--limit", "-2"), "--limit -2 is out of range"),
     ):
         assert command("evaluate", *arguments, *CPU) == 2
         assert message in command.err

@@ -50,6 +50,18 @@ def test_a_full_folder_is_kept_unless_forced(
     assert command(*arguments, "--force") == 0
 
 
+@pytest.mark.parametrize("place", ["file/out", "/proc/foo"])
+def test_a_place_that_cannot_be_written_is_one_line(
+    place: str, command: Shell, exportable: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    arguments = ("export", exportable, "--to", "vllm", str(tmp_path / place))
+    assert command(*arguments, "--mask-token-id", "7") == 2
+    error, hint = command.err.splitlines()
+    assert error.startswith(f"error: cannot write to {tmp_path / place}: ")
+    assert hint == "hint: check the path"
+
+
 def test_a_head_that_names_no_target_asks_for_one(
     command: Shell, exportable: str, model: str, tmp_path: Path
 ) -> None:

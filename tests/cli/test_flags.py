@@ -8,7 +8,7 @@ from typing import get_type_hints
 import pytest
 
 from peagle.backends.vllm.options import VllmOptions
-from peagle.cli.flags import ConfigFlags, doc_of
+from peagle.cli.flags import ConfigFlags, doc_of, in_flags
 from peagle.cli.flags.engine import EngineFlags
 from peagle.cli.flags.sampling import SamplingFlags
 from peagle.cli.flags.vllm import VllmFlags
@@ -134,7 +134,7 @@ def test_structured_outputs_reach_the_engine(shell: Shell) -> None:
 
 BAD = {
     "--structured-outputs {oops": "--structured-outputs is not valid JSON",
-    "--structured-outputs {}": "structured_outputs takes one of json, regex, choice",
+    "--structured-outputs {}": "--structured-outputs takes one of json, regex, choice",
     '--structured-outputs {"regex":"a","choice":["b"]}': "but has regex and choice",
     '--structured-outputs {"regx":"a"}': "unknown key 'regx'",
     '--structured-outputs {"json":"{"}': "json is not valid JSON",
@@ -143,7 +143,7 @@ BAD = {
     "--logit-bias [1]": "--logit-bias is not a JSON object",
     '--logit-bias {"a":1}': "--logit-bias maps token ids to numbers",
     '--logit-bias {"1":null}': "--logit-bias maps token ids to numbers",
-    "--spec-method ngram --spec-tokens 0": "num_speculative_tokens=0 is out of range",
+    "--spec-method ngram --spec-tokens 0": "--spec-tokens 0 is out of range",
     "--spec-method p-eagle": "method p-eagle needs a head",
     "--spec-method ngram --spec-model h": "method ngram takes no head",
     "--spec-tokens 5": "but no drafter",
@@ -152,17 +152,18 @@ BAD = {
     "--spec-method turbo": "Invalid value for '--spec-method'",
     "--speculative-config {} --spec-tokens 5": "both given",
     '--speculative-config {"metod":"ngram"}': "unknown key 'metod'",
-    "--temperature -1": "temperature=-1.0 is out of range",
-    "--temperature nan": "temperature=nan is out of range",
+    "--temperature -1": "--temperature -1.0 is out of range",
+    "--temperature nan": "--temperature nan is out of range",
     "--top-p 0.9": "--top-p has no effect at temperature 0",
-    "--n 2": "n=2 with temperature=0",
-    "--max-tokens 0": "max_tokens=0 is out of range",
-    "--min-tokens 300": "min_tokens=300 is more than max_tokens=256",
-    "--max-tokens many": "Invalid value for '--max-tokens'",
-    "--block-size 0": "block_size=0 is out of range",
-    "--quantization awq": "quantization='awq' is unknown",
-    "--gpu-memory-utilization 1.5": "gpu_memory_utilization=1.5 is out of range",
-    "--kv-cache-memory-bytes 0": "kv_cache_memory_bytes=0 is out of range",
+    "--n 2": "--n 2 with --temperature 0",
+    "--max-tokens 0": "--max-tokens 0 is out of range",
+    "--min-tokens 300": "--min-tokens 300 is more than --max-tokens 256",
+    "--max-tokens many": "--max-tokens many does not fit",
+    "--block-size 0": "--block-size 0 is out of range",
+    "--quantization awq": "--quantization 'awq' is unknown",
+    "--gpu-memory-utilization 1.5": "--gpu-memory-utilization 1.5 is out of range",
+    "--kv-cache-memory-bytes 0": "--kv-cache-memory-bytes 0 is out of range",
+    "--max-num-seqs 99999999999999999999": "--max-num-seqs 99999999999999999999 is out of range",
     "--raw --system x": "--system needs the chat template",
     "--logprobs 2": "--logprobs shows in the JSON document alone",
     "--prompts-file x": "PROMPT and --prompts-file were both given",
@@ -180,6 +181,21 @@ def test_nonsense_is_one_line_and_a_hint_before_the_model_loads(
     assert hint.startswith("hint: ")
     assert shell.out == ""
     assert shell.engines == []
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("max_tokens=0 is out of range", "--max-tokens 0 is out of range"),
+        ("raise max_model_len", "raise --max-model-len"),
+        ("the head drafts num_speculative_tokens=20", "the head drafts --spec-tokens 20"),
+        ("a temperature above 0, or n=1", "a temperature above 0, or --n 1"),
+        ("data.max_tokens and run.device='x'", "data.max_tokens and run.device='x'"),
+        ("--max-tokens 3, my_max_tokens", "--max-tokens 3, my_max_tokens"),
+    ],
+)
+def test_keys_of_a_config_are_flags_on_the_command_line(text: str, shown: str) -> None:
+    assert in_flags(text) == shown
 
 
 def test_no_prompt_is_an_error(shell: Shell) -> None:

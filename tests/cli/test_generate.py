@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import sys
@@ -102,6 +103,58 @@ def test_only_bad_lines_load_no_model(shell: Shell, tmp_path: Path) -> None:
     file.write_text("{\n")
     assert shell("generate", "m", "--prompts-file", str(file)) == 2
     assert shell.engines == []
+
+
+def test_failures_alone_are_a_json_document_too(shell: Shell, tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text("{\n")
+    assert shell("generate", "m", "--prompts-file", str(file), "--json") == 2
+    assert [e["where"] for e in shell.json["errors"]] == ["line 1"]
+    assert shell.json["results"] == []
+
+
+def test_what_is_finished_survives_ctrl_c(shell: Shell, tmp_path: Path) -> None:
+    file = tmp_path / "p.txt"
+    file.write_text("one\ntwo\nthree\n")
+    shell.make = partial(FakeLLM, interrupt_at=3)
+    assert shell("generate", "m", "--prompts-file", str(file)) == 130
+    assert shell.out == f"==> line 1 <==\n{ANSWER}\n==> line 2 <==\n{ANSWER}\n"
+    assert "error: line 3: interrupted" in shell.err
+    assert shell("generate", "m", "--prompts-file", str(file), "--json") == 130
+    assert [result["where"] for result in shell.json["results"]] == ["line 1", "line 2"]
+    assert shell.json["errors"] == [{"where": "line 3", "message": "interrupted", "hint": None}]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "holds no prompt"), (b" \n\n", "holds no prompt"), (b"a\0b", "is not a text file")],
+)
+def test_a_file_without_prompts_is_refused(
+    shell: Shell, tmp_path: Path, content: bytes, message: str
+) -> None:
+    file = tmp_path / "p.txt"
+    file.write_bytes(content)
+    assert shell("generate", "m", "--prompts-file", str(file)) == 2
+    assert message in shell.err
+    assert shell.engines == []
+
+
+def test_a_compressed_file_is_read_as_prepare_reads_it(shell: Shell, tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl.gz"
+    file.write_bytes(gzip.compress(b'{"prompt": "packed"}\n'))
+    assert shell("generate", "m", "--prompts-file", str(file)) == 0
+    assert shell.llm.requests == ["<user>packed"]
+    file.write_bytes(b"\x1f\x8b broken")
+    assert shell("generate", "m", "--prompts-file", str(file)) == 2
+    assert "cannot read --prompts-file" in shell.err
+
+
+def test_only_the_first_of_many_bad_lines_are_shown(shell: Shell, tmp_path: Path) -> None:
+    file = tmp_path / "p.txt"
+    file.write_bytes(b"caf\xe9\n" * 100)
+    assert shell("generate", "m", "--prompts-file", str(file)) == 2
+    assert shell.err.count("is not UTF-8") == 20
+    assert "and 80 more" in shell.err
 
 
 def test_stdin_is_read_as_a_prompts_file(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

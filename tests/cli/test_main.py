@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import io
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +16,7 @@ import pytest
 from peagle import __version__
 from peagle.errors import ModelError
 
-from .fakes import Shell
+from .fakes import FakeLLM, Shell
 
 
 def _start(body: str, *args: str, **environment: str) -> subprocess.Popen[str]:
@@ -21,7 +24,7 @@ def _start(body: str, *args: str, **environment: str) -> subprocess.Popen[str]:
     code = textwrap.dedent("""
         import sys, time
         from peagle.cli import engines
-        from peagle.cli.main import run
+        from peagle.__main__ import run
         from peagle.errors import ModelError
         def build_llm(*_):
         {body}
@@ -63,25 +66,103 @@ def test_our_own_mistake_has_no_traceback_and_exits_1() -> None:
     assert "Traceback" not in err
 
 
-def test_ctrl_c_exits_130_without_a_traceback() -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_with_its_conventional_code_and_no_traceback(number: int, code: int) -> None:
     sleeping = "print('ready', flush=True); time.sleep(20)"
     process = _start(sleeping, "generate", "m", "Hi")
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=20)
-    assert process.returncode == 130
-    assert "Traceback" not in err
+    assert process.returncode == code
+    assert err == ""
 
 
-def test_reader_that_goes_away_is_no_error() -> None:
-    process = _start("pass", "--help")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_modules_are_imported_does_as_well(number: int, code: int) -> None:
+    script = f"""
+import os, sys
+from peagle.__main__ import run
+class Signal:  # at the first import of typer
+    def find_spec(self, name, *_):
+        if name == "typer":
+            os.kill(os.getpid(), {number})
+sys.meta_path.insert(0, Signal())
+run()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+@pytest.mark.parametrize("args", [["--help"], ["heads"], ["env", "--json"]])
+def test_a_closed_pipe_is_silent_and_ends_as_by_sigpipe(args: list[str]) -> None:
+    process = _start("pass", *args)
     assert process.stdout is not None
     process.stdout.close()
     assert process.stderr is not None
     assert process.stderr.read() == ""
     process.stderr.close()
-    process.wait(timeout=20)
+    assert process.wait(timeout=20) == 141
+
+
+@pytest.mark.parametrize(
+    ("redirection", "error"),
+    [
+        ("> /dev/full", "error: cannot write: No space left on device"),
+        (">&-", "error: stdout is closed"),
+        (">&- 2>&-", ""),
+    ],
+)
+@pytest.mark.parametrize("verb", ["heads", "--help"])
+def test_a_stdout_that_takes_nothing_is_the_users_error(
+    redirection: str, error: str, verb: str
+) -> None:
+    line = f"{sys.executable} -m peagle {verb} {redirection}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert lines[:1] == ([error] if error else [])
+    assert len(lines) == (2 if error else 0)
+
+
+def test_text_that_stdout_cannot_express_is_the_users_error(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell.make = functools.partial(FakeLLM, answer="é")
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert shell("generate", "m", "Hi") == 2
+    assert shell.err.splitlines() == [
+        "error: ascii cannot express '\\xe9'",
+        "hint: set PYTHONIOENCODING=utf-8",
+    ]
+    assert shell("generate", "m", "Hi", "--json") == 0
+    document = json.loads(stdout.buffer.getvalue())  # type: ignore[attr-defined]
+    assert document["results"][0]["outputs"][0]["text"] == "é"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError("big"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")],
+)
+def test_a_lack_of_memory_is_the_users_error(shell: Shell, error: Exception) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    shell.make = refuse
+    assert shell("generate", "m", "Hi") == 2
+    assert shell.err.startswith("error: out of memory: ")
+
+
+def test_a_file_that_no_verb_expected_to_fail_is_the_users_error(shell: Shell) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "/etc/secret")
+
+    shell.make = refuse
+    assert shell("generate", "m", "Hi") == 2
+    error, hint = shell.err.splitlines()
+    assert error == "error: /etc/secret: Permission denied"
+    assert hint == "hint: check its permissions, or name another place"
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from peagle.data.dataset import Dataset, read_manifest
+from peagle.files import held_folder
+from peagle.prepare.answers import EmbeddedAnswers
+from peagle.processes import raise_terminated
 from tests.prepare.endpoint_server import completion, serving
 
 from .conftest import PREPARE
@@ -75,8 +84,11 @@ def test_an_endpoint_answers_instead(
         ({"--model": "/missing"}, "there is no folder /missing"),
         ({"--endpoint": "localhost"}, "is not an address"),
         ({"--endpoint-key-env": "UNSET", "--endpoint": "http://x"}, "UNSET is not set"),
-        ({"--temperature": "-1"}, "temperature=-1.0 is out of range"),
+        ({"--temperature": "-1"}, "--temperature -1.0 is out of range"),
         ({"--max-prompt-tokens": "2"}, "no prompt was answered"),
+        ({"--limit": "0"}, "--limit 0 is out of range"),
+        ({"--cut-loops": "-5"}, "--cut-loops -5 is out of range"),
+        ({"--concurrency": "0"}, "--concurrency 0 is out of range"),
     ],
 )
 def test_a_users_error_is_one_line(
@@ -93,3 +105,69 @@ def test_a_folder_of_other_options_is_refused(
     arguments = ("--model", model, "--prompts", prompts, "--out", data, "--temperature", "1")
     assert command(*PREPARE, *arguments) == 2
     assert "was prepared with other options" in command.err
+
+
+def test_a_folder_that_another_process_writes_to_is_refused(
+    command: Shell, model: str, prompts: str, tmp_path: Path
+) -> None:
+    arguments = ("--model", model, "--prompts", prompts, "--out", str(tmp_path / "d"))
+    with held_folder(tmp_path / "d"):
+        assert command(*PREPARE, *arguments) == 2
+    assert "another process is writing to" in command.err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_keeps_what_is_answered_and_says_how_to_go_on(
+    command: Shell, model: str, prompts: str, data: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, number: int, code: int,
+) -> None:  # fmt: skip
+    out = tmp_path / "d"
+    arguments = (*PREPARE, "--model", model, "--prompts", prompts, "--out", str(out))
+    collect, calls = EmbeddedAnswers.collect, itertools.count()
+
+    def stopped(self: EmbeddedAnswers) -> Any:
+        if next(calls) == 2:
+            signal.raise_signal(number)
+        return collect(self)
+
+    before = signal.signal(signal.SIGTERM, raise_terminated)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(EmbeddedAnswers, "collect", stopped)
+            assert command(*arguments, "--max-num-seqs", "1") == code
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert f"interrupted: {out} keeps 2 rows; give the same command again to go on" in command.err
+    assert command(*arguments, "--json") == 0
+    assert (command.json["rows"], command.json["already_done"]) == (8, 2)
+    found, expected = (
+        {row.id: row.token_ids.tolist() for row in map(d.__getitem__, range(8))}
+        for d in (Dataset(out), Dataset(Path(data)))
+    )
+    assert found == expected
+
+
+def test_rows_are_for_whoever_the_umask_allows(
+    command: Shell, model: str, prompts: str, tmp_path: Path
+) -> None:
+    before = os.umask(0o027)
+    try:
+        arguments = ("--model", model, "--prompts", prompts, "--out", str(tmp_path / "d"))
+        assert command(*PREPARE, *arguments, "--limit", "1") == 0
+    finally:
+        os.umask(before)
+    assert {f.stat().st_mode & 0o777 for f in (tmp_path / "d").iterdir()} == {0o640}
+
+
+def test_prepare_ends_without_a_word_of_nanobind(model: str, prompts: str, tmp_path: Path) -> None:
+    """Objects that are frozen out of the garbage collection are leaks to Triton's bindings."""
+    code = "import triton, peagle.__main__; peagle.__main__.run()"
+    arguments = ("--model", model, "--prompts", prompts, "--out", str(tmp_path / "d"))
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-c", code, *PREPARE, *arguments, "--limit", "1"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "nanobind" not in done.stderr

@@ -111,7 +111,8 @@ def test_json_takes_vllm_s_keys(shell: Shell) -> None:
             "one of the two",
         ),
         ([*VLLM, "org/m", "--speculative-config", "{"], "not valid JSON", "quote"),
-        ([*VLLM, "org/m", "--tensor-parallel-size", "0"], "tensor_parallel_size=0", ">= 1"),
+        ([*VLLM, "org/m", "--port", "99999999"], "--port 99999999 is out of range", "<= 65535"),
+        ([*VLLM, "org/m", "--tensor-parallel-size", "0"], "--tensor-parallel-size 0", ">= 1"),
     ],
 )
 def test_bad_input_is_one_line_and_a_hint(
@@ -139,7 +140,7 @@ class Running:
         self.script = write_fake_vllm(folder)
         self.port = free_port()
         self.pids_file = folder / "pids"
-        code = "from peagle.cli.main import run; run()"
+        code = "from peagle.__main__ import run; run()"
         base = ("serve", "org/m", "--backend", "vllm", "--port", str(self.port))
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *base, *args],

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 REPORT = (
     "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr))\n"
-    "from peagle.cli.main import run; run()"
+    "from peagle.__main__ import run; run()"
 )
 # transformers builds a table of all its models; torch's compiler and DTensor come with its models.
 SLOW = ("transformers", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")

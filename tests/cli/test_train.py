@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from peagle.data.dataset import Dataset, DatasetWriter, Row
+from peagle.files import held_folder
+from peagle.train.trainer import Trainer
 from tests.tiny.folders import write_head
 
 from .fakes import Shell
@@ -143,6 +148,62 @@ def test_a_head_and_a_target_that_do_not_fit_are_refused(
     assert "draft_vocab_size 40, not" in message
 
 
+def test_a_folder_that_another_process_writes_to_is_refused(
+    command: Shell, recipe: Path, tmp_path: Path
+) -> None:
+    with held_folder(tmp_path / "run"):
+        assert "another process is writing to" in fails(command, recipe)
+
+
+def test_nothing_to_resume_is_said_before_the_target_is_loaded(
+    command: Shell, recipe: Path, tmp_path: Path
+) -> None:
+    message = fails(command, recipe, "target.model=/missing/model", "--resume")
+    assert "has no checkpoint to resume from" in message
+    assert "leave out --resume" in message
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_the_step_and_says_how_to_go_on(
+    command: Shell, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    number: int, code: int,
+) -> None:  # fmt: skip
+    whole_step = Trainer.step
+
+    def step(self: Trainer, *arguments: Any) -> None:
+        whole_step(self, *arguments)
+        signal.raise_signal(number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", step)
+        assert command("train", str(recipe)) == code
+    assert f"interrupted: {tmp_path / 'run'} keeps step 1" in command.err
+    assert "--resume" in command.err
+    assert command("train", str(recipe), "--resume") == 0
+    assert command.json["step"] == 3
+
+
+@pytest.mark.slow
+def test_a_run_that_nobody_can_judge_is_warned_of(
+    command: Shell, recipe: Path, data: str, tmp_path: Path
+) -> None:
+    manifest = json.loads((Path(data) / "manifest.json").read_text())
+    shutil.copytree(data, tmp_path / "foreign")
+    manifest["made_by"]["target"] = "another-model"
+    (tmp_path / "foreign" / "manifest.json").write_text(json.dumps(manifest))
+    overrides = ("data.held_out_share=0", f"data.path={tmp_path / 'foreign'}")
+    assert command("train", str(recipe), *overrides) == 0
+    assert "none of the 8 rows is held out at data.held_out_share=0.0" in command.err
+    assert "are another-model's, not" in command.err
+    assert (command.json["best"], command.json["best_step"]) == (None, None)
+
+
+def test_a_folder_is_not_a_recipe(command: Shell, tmp_path: Path) -> None:
+    assert "Is a directory" in fails(command, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -161,5 +222,7 @@ def test_other_mistakes_are_one_line(
 
 def test_the_config_is_printed_whole(command: Shell, recipe: Path) -> None:
     assert command("train", str(recipe), "--print-config", "run.seed=7") == 0
-    assert command.json["run"]["seed"] == 7
-    assert command.json["optimizer"]["max_grad_norm"] == 1.0
+    assert "# Longer gradients are scaled down to it. [float > 0]\n" in command.out
+    printed = yaml.safe_load(command.out)
+    assert printed["run"]["seed"] == 7
+    assert printed["optimizer"]["max_grad_norm"] == 1.0

@@ -137,3 +137,12 @@ def test_a_damaged_or_foreign_shard_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="manifest says 3 rows"):
         Dataset(tmp_path)
     assert torch.is_tensor(Dataset(tmp_path / "other")[0].token_ids)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "shard-00000.safetensors"])
+def test_a_file_that_cannot_be_read_is_not_said_to_be_missing(tmp_path: Path, name: str) -> None:
+    write(tmp_path, range(2))
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(DataError, match=f"{name} cannot be read: Is a directory"):
+        Dataset(tmp_path)

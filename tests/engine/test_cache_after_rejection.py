@@ -16,6 +16,7 @@ from torch import Tensor
 from peagle.engine.engine import Engine
 from peagle.engine.kv_cache import PagedKVCache
 from peagle.engine.scheduler import Slot
+from peagle.kernels.reference.attention import PLAIN, Scores
 from peagle.models.attention import MaskedAttention, causal_attention
 from peagle.models.drafter import DraftBatch
 from peagle.models.eagle import EagleNetwork
@@ -52,10 +53,18 @@ class RecordingAttention(MaskedAttention):
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        scores: Scores = PLAIN,
+    ) -> Tensor:
         self.keys.append(k)
         self.values.append(v)
-        return super().__call__(layer, q, k, v, window)
+        return super().__call__(layer, q, k, v, window, scores)
 
 
 @cache

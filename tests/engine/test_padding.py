@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from peagle.engine import runner as module
 from peagle.engine.engine import Engine
 from peagle.engine.runner import BATCH_SIZES, ITEM_COUNTS, ROWS_PER_ITEM, padded
-from peagle.engine.step import StepShape
 from peagle.kernels.device_batch import HEADER
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
@@ -124,8 +123,8 @@ def test_at_most_half_of_a_batch_is_padding(count: int) -> None:
 def test_warming_up_takes_every_shape_that_greedy_requests_meet(method: str) -> None:
     engine = engines.make_engine(target(), head(method), 3, max_num_seqs=9, static=True)
     engines.run(engine, [Job(p, GREEDY, joins=n) for n, p in enumerate(prompts(12, seed=1))])
-    drafts = StepShape(batch=1, depth=3, sampling="greedy")
-    common = engine.runner._common_shapes(drafts, engine.scheduler.max_num_batched_tokens)
+    max_rows = engine.scheduler.max_num_batched_tokens
+    common = engine.runner._common_shapes(engine._common_drafts, max_rows)
     met = {shape for shape in engines.watched(engine).shapes if shape.sampling == "greedy"}
     assert {shape.batch for shape in met} == {1, 2, 4, 8, 16}
     assert met <= set(common)

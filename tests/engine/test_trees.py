@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.engine.engine import Speculation
-from peagle.errors import ConfigError
+from peagle.errors import ConfigError, RequestError
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
@@ -47,6 +47,11 @@ def head() -> Drafter:
     return head_drafter(SHALLOW.make_head(target()))
 
 
+@cache
+def corrected() -> Drafter:
+    return head_drafter(SHALLOW.make_head(target(), correction_size=20))
+
+
 def scripted(jobs: list[Job], ranks: tuple[int, ...] = (0, 1, 2, 7)) -> drafters.ScriptedTrees:
     return drafters.ScriptedTrees(SHALLOW.make_head(target()), naive.known(target(), jobs), ranks)
 
@@ -60,7 +65,7 @@ def jobs_of(params: list[SamplingParams], count: int, seed: int = 1) -> list[Job
 @pytest.mark.parametrize(("k", "nodes"), [(1, 1), (1, 8), (2, 5), (4, 3), (4, 12), (6, 30)])
 def test_greedy_answers_are_plain_decodings(k: int, nodes: int) -> None:
     jobs = jobs_of([GREEDY], 4)
-    for drafter in (scripted(jobs), head()):
+    for drafter in (scripted(jobs), head(), corrected()):
         requests, _ = engines.run_both(target(), drafter, k, jobs, nodes=nodes)
         naive.check(target(), requests, jobs)
 
@@ -73,7 +78,7 @@ def test_with_every_sampling_parameter_answers_are_plain_decodings(
         job._replace(bad_word_ids=BAD_WORDS if params is HOST and n % 2 else ())
         for n, job in enumerate(jobs_of(params, 6))
     ]
-    for drafter in (scripted(jobs), head()):
+    for drafter in (scripted(jobs), head(), corrected()):
         requests, _ = engines.run_both(target(), drafter, 4, jobs, nodes=12)
         naive.check(target(), requests, jobs)
 
@@ -125,6 +130,27 @@ def test_sliding_windows_see_the_path_and_not_its_siblings(
         naive.check(model, requests, jobs)
 
 
+@pytest.mark.parametrize("k", [1, 2, 6])
+def test_corrected_chains_leave_the_answers_alone(k: int) -> None:
+    jobs = jobs_of([GREEDY, *SAMPLED], 6)
+    requests, _ = engines.run_both(target(), corrected(), k, jobs)
+    naive.check(target(), requests, jobs)
+
+
+def test_by_rejection_drafts_are_drawn_without_the_correction() -> None:
+    jobs = jobs_of(SAMPLED, 6)
+    with_it, _ = engines.run_both(target(), corrected(), 4, jobs, verification="rejection")
+    network = SHALLOW.make_head(target(), correction_size=20)
+    network.correction = None
+    without, _ = engines.run_both(
+        target(), head_drafter(network), 4, jobs, verification="rejection"
+    )
+    assert engines.answers_of(with_it) == engines.answers_of(without)
+    assert [r.stats.num_accepted_tokens for r in with_it] == [
+        r.stats.num_accepted_tokens for r in without
+    ]
+
+
 def test_a_tree_with_the_right_tokens_is_accepted_to_its_full_depth() -> None:
     jobs = [Job(p, SamplingParams(temperature=0.0, max_tokens=41)) for p in prompts(2, seed=3)]
     drafter = scripted(jobs, (1,))  # never the best candidate
@@ -136,6 +162,20 @@ def test_a_tree_with_the_right_tokens_is_accepted_to_its_full_depth() -> None:
     chain, _ = engines.run_both(target(), drafter, 3, jobs)
     assert chain[0].stats.num_accepted_tokens < stats.num_accepted_tokens
     assert engine.stats.num_accepted_tokens_per_pos[0] > 0
+
+
+def test_requests_have_trees_of_their_own_size() -> None:
+    own = [0, 1, 5, None]
+    jobs = [
+        Job(p, SamplingParams(temperature=0.0, max_tokens=14, num_draft_nodes=n))
+        for p, n in zip(prompts(4, seed=2), own, strict=True)
+    ]
+    requests, engine = engines.run_both(target(), scripted(jobs, (0,)), 4, jobs, nodes=9)
+    naive.check(target(), requests, jobs)
+    sizes = [r.stats.num_draft_tokens / max(r.stats.num_drafts, 1) for r in requests]
+    assert sizes == pytest.approx([*own[:3], 9], abs=0.01)
+    with pytest.raises(RequestError, match="num_draft_nodes=10 is more than the engine drafts"):
+        engine.add_request("x", [1], SamplingParams(num_draft_nodes=10))
 
 
 def test_requests_of_their_own_depth_stand_beside_each_other() -> None:

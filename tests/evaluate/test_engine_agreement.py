@@ -16,6 +16,7 @@ from peagle.engine.engine import Engine, Speculation
 from peagle.engine.request import Request
 from peagle.evaluate.evaluator import Evaluator
 from peagle.evaluate.sampled import SampledAcceptance, evaluate_sampled
+from peagle.evaluate.trees import evaluate_trees
 from peagle.models.eagle import EagleNetwork
 from peagle.models.eagle3 import Eagle3Drafter
 from peagle.models.p_eagle import PEagleDrafter
@@ -49,6 +50,7 @@ def run_engine(
     params: SamplingParams,
     verification: Verification = "coupled",
     copies: int = 1,
+    num_draft_nodes: int | None = None,
     **config: Any,
 ) -> tuple[list[Request], SpecDecodeStats]:
     drafter = (
@@ -58,7 +60,7 @@ def run_engine(
         target(),
         EngineConfig(max_num_seqs=8, **config),
         eos_token_ids=EOS,
-        speculation=Speculation(drafter, k, verification),
+        speculation=Speculation(drafter, k, verification, num_draft_nodes),
     )
     requests = [
         engine.add_request(str(n), prompt, params, seed=n)
@@ -122,12 +124,21 @@ def acceptance(stats: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
-@pytest.mark.parametrize("trained", [False, True], ids=["random", "trained"])
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        *(("p-eagle", kind) for kind in ("random", "trained", "corrected")),
+        *(("eagle3", kind) for kind in ("random", "trained")),
+    ],
+)
 def test_greedy_acceptance_is_the_engines_for_every_k(
-    method: str, trained: bool, tmp_path: Path
+    method: str, kind: str, tmp_path: Path
 ) -> None:
-    network = trained_head(method, tmp_path) if trained else random_head(method)
+    network = {
+        "random": lambda: random_head(method),
+        "trained": lambda: trained_head(method, tmp_path),
+        "corrected": lambda: random_head(method, correction_size=12),
+    }[kind]()
     params = SamplingParams(temperature=0.0, max_tokens=21)
     runs = [run_engine(network, k, params) for k in range(1, K + 1)]
     requests = runs[0][0]
@@ -139,7 +150,26 @@ def test_greedy_acceptance_is_the_engines_for_every_k(
     for (again, stats), ours in zip(runs, result.groups["all"], strict=True):
         assert [r.token_ids for r in again] == [r.token_ids for r in requests]
         assert acceptance(ours) == acceptance(stats)
-    assert result.acceptance_length(K) > (1.4 if trained else 1.0)
+    assert result.acceptance_length(K) > (1.4 if kind == "trained" else 1.0)
+
+
+@pytest.mark.parametrize("correction_size", [None, 12])
+def test_acceptance_of_trees_is_the_engines_for_every_number_of_nodes(
+    correction_size: int | None, tmp_path: Path
+) -> None:
+    network = random_head("p-eagle", correction_size=correction_size)
+    params = SamplingParams(temperature=0.0, max_tokens=21)
+    sizes = (1, 3, 7, 20)
+    runs = [run_engine(network, K, params, num_draft_nodes=n) for n in sizes]
+    dataset = write_answers(tmp_path, runs[0][0], 21)
+    result = evaluate_trees(evaluator(dataset), DraftModel(network), max(sizes))
+    for n, (_, stats) in zip(sizes, runs, strict=True):
+        ours = result.groups["all"][n - 1]
+        assert (ours.num_drafts, ours.num_accepted_tokens) == (
+            stats.num_drafts,
+            stats.num_accepted_tokens,
+        )
+    assert result.acceptance_length(max(sizes)) > result.acceptance_length(1)
 
 
 def test_limits_of_context_and_head_count_as_in_the_engine(tmp_path: Path) -> None:

@@ -162,6 +162,8 @@ class Server:
             pack=self.layout.pack,
             pack_depths=partial(self.layout.pack_depths, num_drafts),
             sample=sampler,
+            candidates=None,
+            temperature=None,
             ops=OPS,
         )
 

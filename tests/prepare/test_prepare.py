@@ -20,7 +20,7 @@ from peagle.data import dataset as dataset_module
 from peagle.data.dataset import Dataset, DatasetWriter
 from peagle.data.prompts import BadPrompt, Conversation
 from peagle.engine.engine import Engine
-from peagle.errors import DataError, RequestError
+from peagle.errors import DataError, OutputError, RequestError
 from peagle.prepare.answers import EmbeddedAnswers, Question, TargetAnswer
 from peagle.prepare.dataset_spec import DatasetSpec
 from peagle.prepare.preparation import ALL_ROWS, Preparation, PreparationCounts, PreparationProgress
@@ -217,8 +217,8 @@ def test_a_full_disk_is_one_line_and_loses_nothing_written(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(dataset_module, "save_file", full)
-        with pytest.raises(DataError, match="No space left on device"):
+        patch.setattr(dataset_module, "write_atomic", full)
+        with pytest.raises(OutputError, match="No space left on device"):
             prepare(tmp_path, one_turn(6), Scripted(echo), flush_seconds=0)
     assert len(Dataset(tmp_path)) == 2
     prepare(tmp_path, one_turn(6), Scripted(echo))
@@ -227,7 +227,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing_written(
 
 def test_other_options_do_not_mix(tmp_path: Path) -> None:
     prepare(tmp_path, one_turn(1), Scripted(echo))
-    with pytest.raises(DataError, match="other options"):
+    with pytest.raises(DataError, match=r"other options: cut_loops: null -> 5"):
         prepare(tmp_path, one_turn(2), Scripted(echo), cut_loops=5)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from peagle.speculation.trees import (
+    Lattice,
     Tree,
     ancestors,
+    best_chain,
     depths,
     grow_tree,
+    independent,
     num_candidates,
     walk_tree,
 )
@@ -23,12 +27,22 @@ from peagle.speculation.verify import verify_coupled
 seeds = st.integers(0, 2**31)
 
 
-def lattice(seed: int, batch: int, depth: int, beam: int) -> tuple[Tensor, Tensor]:
-    """Candidates in falling order, distinct at each depth; some as likely as others."""
+def lattice(seed: int, batch: int, depth: int, beam: int) -> Lattice:
+    """Candidates distinct at each depth, some as likely as others; depths that depend on each other
+    but for the first, which nothing stands before."""
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randint(-6, 3, (batch, depth, 20), generator=generator).float()
-    log_probs, token_ids = logits.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
-    return token_ids[..., :beam], log_probs[..., :beam]
+    token_ids = torch.rand(batch, depth, 20, generator=generator).argsort(-1)[..., :beam]
+    logits = torch.randint(-6, 3, (batch, depth, beam, 20), generator=generator).float()
+    log_probs = logits.log_softmax(-1)[..., :beam]
+    log_probs[:, 0] = log_probs[:, 0, :1]
+    return Lattice(token_ids, log_probs)
+
+
+def path_score(lattice: Lattice, b: int, places: Sequence[int]) -> float:
+    """Of the candidates at these places, each behind the one before."""
+    before = [0, *places]
+    steps = zip(before, places, strict=False)
+    return sum(lattice.log_probs[b, d, p, q].item() for d, (p, q) in enumerate(steps))
 
 
 def random_parents(seed: int, batch: int, size: int) -> Tensor:
@@ -53,18 +67,15 @@ def test_nodes_are_distinct_paths_in_falling_order_of_their_probability(
     seed: int, depth: int, beam: int, size: int
 ) -> None:
     size = min(size, num_candidates(depth, beam))
-    token_ids, log_probs = lattice(seed, 3, depth, beam)
-    tree = grow_tree(token_ids, log_probs, size)
+    drawn = lattice(seed, 3, depth, beam)
+    tree = grow_tree(*drawn, size)
     for b in range(3):
         nodes, scores = paths(tree, b), tree.scores[b].tolist()
         assert len(set(nodes)) == size
         assert scores == sorted(scores, reverse=True)
-        value = [
-            dict(zip(token_ids[b, d].tolist(), log_probs[b, d], strict=True)) for d in range(depth)
-        ]
         for node, score in zip(nodes, scores, strict=True):
-            expected = sum(value[d][token].item() for d, token in enumerate(node))
-            assert score == pytest.approx(expected, abs=1e-4)
+            places = [drawn.token_ids[b, d].tolist().index(t) for d, t in enumerate(node)]
+            assert score == pytest.approx(path_score(drawn, b, places), abs=1e-4)
 
 
 @pytest.mark.slow
@@ -73,11 +84,11 @@ def test_nodes_are_distinct_paths_in_falling_order_of_their_probability(
 def test_with_a_beam_that_holds_them_all_the_best_nodes_are_found(
     seed: int, depth: int, size: int
 ) -> None:
-    token_ids, log_probs = lattice(seed, 1, depth, 12)
+    drawn = lattice(seed, 1, depth, 12)
     size = min(size, num_candidates(depth, 12))
-    tree = grow_tree(token_ids, log_probs, size)
+    tree = grow_tree(*drawn, size)
     every = [
-        sum(log_probs[0, d, place].item() for d, place in enumerate(path))
+        path_score(drawn, 0, path)
         for length in range(1, depth + 1)
         for path in itertools.product(range(12), repeat=length)
     ]
@@ -87,28 +98,48 @@ def test_with_a_beam_that_holds_them_all_the_best_nodes_are_found(
 
 @given(seeds, st.integers(1, 5))
 def test_a_beam_of_one_is_a_chain(seed: int, depth: int) -> None:
-    token_ids, log_probs = lattice(seed, 2, depth, 1)
-    tree = grow_tree(token_ids, log_probs, depth)
-    assert tree.token_ids.tolist() == token_ids[:, :, 0].tolist()
+    drawn = lattice(seed, 2, depth, 1)
+    tree = grow_tree(*drawn, depth)
+    assert tree.token_ids.tolist() == drawn.token_ids[:, :, 0].tolist()
     assert tree.parents.tolist() == [list(range(depth))] * 2
+    assert best_chain(*drawn).tolist() == drawn.token_ids[:, :, 0].tolist()
+
+
+@given(seeds, st.integers(1, 5), st.integers(1, 6))
+def test_the_chain_takes_the_best_candidate_behind_the_one_before(
+    seed: int, depth: int, beam: int
+) -> None:
+    drawn = lattice(seed, 2, depth, beam)
+    chain = best_chain(*drawn)
+    for b in range(2):
+        place = 0
+        for d in range(depth):
+            scores = drawn.log_probs[b, d, place].tolist()
+            place = scores.index(max(scores))
+            assert chain[b, d] == drawn.token_ids[b, d, place]
 
 
 def test_the_best_paths_go_on() -> None:
     token_ids = torch.tensor([[[1, 2, 3]] * 4])
     log_probs = torch.tensor([[[0.9, 0.06, 0.04]] * 4]).log()
-    assert paths(grow_tree(token_ids, log_probs, 4), 0) == [(1,), (1, 1), (1,) * 3, (1,) * 4]
+    assert paths(grow_tree(token_ids, independent(log_probs), 4), 0) == [
+        (1,),
+        (1, 1),
+        (1,) * 3,
+        (1,) * 4,
+    ]
 
 
 def test_a_probability_that_is_rounded_above_one_puts_no_child_before_its_parent() -> None:
     token_ids = torch.tensor([[[1, 2]] * 3])
     log_probs = torch.tensor([[[1e-6, -20.0]] * 3])
-    assert paths(grow_tree(token_ids, log_probs, 3), 0) == [(1,), (1, 1), (1, 1, 1)]
+    assert paths(grow_tree(token_ids, independent(log_probs), 3), 0) == [(1,), (1, 1), (1, 1, 1)]
 
 
 def test_what_cannot_follow_comes_last_and_a_nan_is_such_a_thing() -> None:
     token_ids = torch.tensor([[[4, 7], [5, 9]]])
     log_probs = torch.tensor([[[-0.5, -torch.inf], [-0.5, torch.nan]]])
-    tree = grow_tree(token_ids, log_probs, 6)
+    tree = grow_tree(token_ids, independent(log_probs), 6)
     assert paths(tree, 0)[:2] == [(4,), (4, 5)]
     assert tree.scores[0, 2:].tolist() == [-torch.inf] * 4
     assert len(set(paths(tree, 0))) == 6  # and are still nodes of one tree

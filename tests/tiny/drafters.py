@@ -25,7 +25,7 @@ from peagle.models.eagle import EagleNetwork
 from peagle.models.output import OutputRows
 from peagle.models.target import TargetModel
 from peagle.speculation.sampling import probabilities
-from peagle.speculation.trees import BEAM
+from peagle.speculation.trees import BEAM, Lattice, independent
 
 from . import naive
 from .jobs import Job
@@ -142,6 +142,9 @@ class ScriptedHead:
         self.max_speculative_tokens = self.head.max_speculative_tokens
         self.engine: Engine | None = None  # make_engine says which
 
+    def feed(self, batch: DraftBatch) -> None:
+        self.head.feed(batch)
+
     def propose(self, batch: DraftBatch) -> Tensor:
         assert self.engine is not None
         drafts = self.head.propose(batch)
@@ -166,9 +169,12 @@ class ScriptedTrees(ScriptedHead):
         super().__init__(network, Script(answers))
         self.ranks = ranks
 
-    def lattice(self, batch: DraftBatch) -> tuple[OutputRows, Packing]:
+    def lattice(self, batch: DraftBatch) -> Lattice | None:
         assert self.engine is not None
-        output, packing = self.head.lattice(batch)  # type: ignore[attr-defined]
+        assert batch.candidates is not None
+        output, packing = self.head.output(batch)  # type: ignore[attr-defined]
+        if not len(packing):
+            return None
         logits = torch.full((len(batch.slots), batch.depth, VOCAB), -9.0, dtype=torch.float64)
         num_tokens = (batch.starts + batch.num_real + 1).tolist()
         for row, slot in enumerate(batch.slots.tolist()):
@@ -178,7 +184,9 @@ class ScriptedTrees(ScriptedHead):
                     tokens = self._candidates(prompt, num_tokens[row] + depth)
                     for rank, token in enumerate(tokens):
                         logits[row, depth, token] = 2.0 - rank
-        return output._replace(values=packing.take(logits.flatten(0, 1))), packing
+        values = packing.take(logits.flatten(0, 1))
+        candidates = batch.candidates(output._replace(values=values), packing)
+        return Lattice(candidates.token_ids, independent(candidates.log_probs))
 
     def _candidates(self, prompt: Sequence[int], position: int) -> list[int]:
         """Of the token at this position, the best first."""
@@ -219,6 +227,8 @@ def propose(
         pack=layout.pack,
         pack_depths=partial(layout.pack_depths, torch.tensor([k])),
         sample=sample,
+        candidates=None,
+        temperature=None,
         ops=step_ops(aux_hidden_states.device),
     )
     drafts: list[int] = drafter.propose(batch)[0].tolist()

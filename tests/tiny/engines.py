@@ -11,7 +11,7 @@ import pytest
 from peagle.config import EngineConfig, Verification
 from peagle.engine.engine import Engine, Speculation
 from peagle.engine.host_sampling import HostSampling
-from peagle.engine.kv_cache import slot_bytes, target_layout
+from peagle.engine.kv_cache import slot_bytes
 from peagle.engine.request import Request
 from peagle.engine.runner import Report, Runner
 from peagle.engine.scheduler import Chunk, Slot
@@ -36,11 +36,14 @@ def make_engine(
     *,
     static: bool = False,
     nodes: int | None = None,
+    auto: bool = False,
     **options: Any,
 ) -> Engine:
     """`static`: padded shapes and collection one step late, as under CUDA graphs. Every step is
     watched: see WatchedRunner."""
-    speculation = None if drafter is None else Speculation(drafter, k, verification, nodes)
+    speculation = None
+    if drafter is not None:
+        speculation = Speculation(drafter, k, verification, nodes, is_auto=auto)
     config = EngineConfig(**{"max_num_seqs": 8, "block_size": 4} | options)
     engine = Engine(
         target,
@@ -178,7 +181,7 @@ def is_idle(engine: Engine) -> bool:
 
 def room_for(num_tokens: int, target: TargetModel, drafter: Drafter | None) -> dict[str, Any]:
     """Options of an engine whose caches hold that many tokens."""
-    layouts = [target_layout(target)]
+    layouts = [target.cache_layout]
     if drafter is not None and drafter.cache_layout is not None:
         layouts.append(drafter.cache_layout)
     dtype = target.embed_tokens.weight.dtype

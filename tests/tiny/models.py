@@ -22,7 +22,12 @@ from peagle.models.target import TargetModel
 SCALE = 0.3  # of a target's weights: so large that answers differ and do not fall into a loop
 VOCAB, CONTEXT = 40, 96  # of a target for engines
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-SAME_SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads")
+SAME_SIZES: tuple[str, ...] = (
+    "hidden_size",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 SAME_SIZES += ("intermediate_size", "head_dim", "max_position_embeddings", "rms_norm_eps")
 
 

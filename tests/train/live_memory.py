@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from peagle.kernels.reference.attention import PLAIN, Scores
+
 
 class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations made inside and that are still there; keeps the peak."""
@@ -41,7 +43,15 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
 class KernelAttention:
     """Each row sees itself alone. Keeps what FlexAttention keeps: q, k, v, output, sums."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        scores: Scores = PLAIN,
+    ) -> Tensor:
         return self.with_lse(q, k, v)[0]
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

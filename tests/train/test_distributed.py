@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
+from peagle.processes import Terminated
 from peagle.train.loop import TrainingRun
 from peagle.train.setup import assemble
 from tests.tiny import training
@@ -33,6 +35,24 @@ def train(
     TrainingRun(setup)()
 
 
+def stop_one(rank: int, folder: Path) -> None:
+    """SIGTERM reaches the second process alone, in its first step."""
+    run = {"folder": str(folder / "stopped"), "log_every": 1}
+    recipe = training.recipe(folder, run=run, schedule={"steps": STEPS})
+    stopped = TrainingRun(assemble(recipe, DEEP.make_target(), ROPE))
+    trainer = stopped.setup.trainer
+    whole_step = trainer.step
+
+    def step(*arguments: Any) -> None:
+        whole_step(*arguments)
+        if rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    trainer.step = step  # type: ignore[method-assign]
+    with pytest.raises(Terminated):
+        stopped()
+
+
 def process(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -46,6 +66,7 @@ def process(rank: int, folder: Path) -> None:
         for sharding in ("ddp", "fsdp2"):
             train(folder, sharding, run={"sharding": sharding})
         train(folder, "uneven", run={"sharding": "fsdp2"}, max_rows=UNEVEN)
+        stop_one(rank, folder)
     finally:
         dist.destroy_process_group()
 
@@ -85,3 +106,9 @@ def test_the_saved_head_is_whole(runs: Path, sharding: str) -> None:
     assert one.keys() == two.keys()
     for name, weight in one.items():
         torch.testing.assert_close(two[name], weight, atol=1e-9, rtol=1e-7, msg=name)
+
+
+def test_processes_stop_after_the_same_step_and_save_it(runs: Path) -> None:
+    """Both ended, or `runs` would have met its timeout."""
+    names = [path.name for path in (runs / "stopped" / "checkpoints").iterdir()]
+    assert names == ["step-00000001"]

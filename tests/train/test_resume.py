@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import random
+import shutil
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from peagle.errors import TrainingError
+from peagle.errors import OutputError, TrainingError
+from peagle.processes import Terminated
 from peagle.train import run_folder as run_state
 from peagle.train.journal import read_metrics
 from peagle.train.loop import TrainingRun
@@ -91,8 +94,9 @@ def test_a_resumed_optimiser_is_the_one_that_was_saved(data: Path) -> None:
 
 def train_in_a_process(folder: Path) -> None:
     torch.set_num_threads(1)
+    begun = any((folder / "killed" / "checkpoints").glob("step-*"))
     TrainingRun(
-        setup(folder, "killed", schedule={"steps": 12}, run={"checkpoint_every": 1}), resume=True
+        setup(folder, "killed", schedule={"steps": 12}, run={"checkpoint_every": 1}), resume=begun
     )()
 
 
@@ -136,7 +140,7 @@ def test_a_full_disk_is_one_clear_error_and_the_last_good_state_stays(
     TrainingRun(setup(data, "whole", **options))()
     # The second checkpoint's second file: weights are written, moments are not.
     monkeypatch.setattr(run_state, "save_file", full_disk(after=3))
-    with pytest.raises(TrainingError, match="No space left on device") as caught:
+    with pytest.raises(OutputError, match="No space left on device") as caught:
         TrainingRun(setup(data, "full", **options))()
     assert "--resume" in (caught.value.hint or "")
     names = [path.name for path in (data / "full" / "checkpoints").iterdir()]
@@ -155,13 +159,14 @@ def test_a_full_disk_keeps_the_best_head(data: Path, monkeypatch: pytest.MonkeyP
     run = TrainingRun(setup(data, "run", schedule={"steps": 6}), resume=True)
     run.progress = run.progress._replace(best=0.0)
     monkeypatch.setattr("peagle.checkpoints.heads.loading.save_file", full_disk(after=0))
-    with pytest.raises(TrainingError, match="No space left on device"):
+    with pytest.raises(OutputError, match="No space left on device"):
         run()
     assert (data / "run" / "head" / "model.safetensors").read_bytes() == before
 
 
 def test_a_checkpoint_of_other_sizes_is_refused(data: Path) -> None:
     TrainingRun(setup(data, "run"))()
+    (data / "run" / "recipe.json").unlink()  # which would say so first
     with pytest.raises(TrainingError, match="other head sizes than this recipe's"):
         TrainingRun(setup(data, "run", head={"num_hidden_layers": 3}), resume=True)
 
@@ -203,15 +208,129 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(data: Path, dam
     else:
         (newest / "state.json").write_text("{")
     fresh = setup(data, "run")
-    progress = restore_newest(data / "run" / "checkpoints", fresh.network, fresh.trainer.optimizer)
-    assert progress is not None
-    assert progress.step == 2
+    state = restore_newest(data / "run" / "checkpoints", fresh.network, fresh.trainer.optimizer)
+    assert state["progress"]["step"] == 2
+
+
+@pytest.mark.parametrize("checkpoint_every", [2, 3])  # with one of the last step, and without
+def test_a_run_that_is_complete_is_not_evaluated_again(data: Path, checkpoint_every: int) -> None:
+    options = {"checkpoint_every": checkpoint_every}
+    TrainingRun(setup(data, "run", run=options))()
+    before = content(data / "run")
+    TrainingRun(setup(data, "run", run=options), resume=True)()
+    after = content(data / "run")
+    changed = {
+        path.name for path in before.keys() | after.keys() if before.get(path) != after.get(path)
+    }
+    assert changed <= {"provenance.json", "curves.png"}
 
 
 def test_a_run_is_not_overwritten_by_accident(data: Path) -> None:
     TrainingRun(setup(data, "run"))()
     with pytest.raises(TrainingError, match="already holds a run"):
         TrainingRun(setup(data, "run"))
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("damage", ["damaged", "missing"])
+def test_without_a_readable_checkpoint_nothing_is_resumed_or_touched(
+    data: Path, damage: str
+) -> None:
+    TrainingRun(setup(data, "run"))()
+    for state in (data / "run" / "checkpoints").glob("step-*/state.json"):
+        state.write_text("{") if damage == "damaged" else shutil.rmtree(state.parent)
+    before = content(data / "run")
+    message = "can be read" if damage == "damaged" else "no checkpoint to resume from"
+    with pytest.raises(TrainingError, match=message):
+        TrainingRun(setup(data, "run"), resume=True)
+    assert content(data / "run") == before
+
+
+def test_a_head_whose_checkpoints_are_gone_is_not_overwritten(data: Path) -> None:
+    TrainingRun(setup(data, "run"))()
+    shutil.rmtree(data / "run" / "checkpoints")
+    before = content(data / "run")
+    with pytest.raises(TrainingError, match="already holds a head"):
+        TrainingRun(setup(data, "run"))
+    assert content(data / "run") == before
+
+
+def test_a_resumed_run_names_every_key_that_changed(data: Path) -> None:
+    TrainingRun(setup(data, "run"))()
+    before = content(data / "run")
+    changed = {"optimizer": {"weight_decay": 0.5}, "cod": {"retention": 0.5}, "run": {"seed": 3}}
+    with pytest.raises(TrainingError) as caught:
+        TrainingRun(setup(data, "run", **changed), resume=True)
+    assert caught.value.message == (
+        f"{data / 'run'} was started with another recipe: "
+        "cod.retention: 0.8 -> 0.5; optimizer.weight_decay: 0.0 -> 0.5; run.seed: 0 -> 3"
+    )
+    assert "head.start_from=" in str(caught.value.hint)
+    assert content(data / "run") == before
+
+
+def test_keys_that_may_change_are_named_as_well(data: Path) -> None:
+    TrainingRun(setup(data, "run"))()
+    reported: list[str] = []
+    options: dict[str, Any] = {"schedule": {"steps": 6}, "optimizer": {"learning_rate": 1e-3}}
+    TrainingRun(setup(data, "run", **options), resume=True, report=reported.append)
+    assert "resumed with another value of optimizer.learning_rate: 0.01 -> 0.001" in reported
+    assert "resumed with another value of schedule.steps: 4 -> 6" in reported
+
+
+def test_data_may_move_but_not_change(data: Path) -> None:
+    TrainingRun(setup(data, "run"))()
+    (data / "data").rename(data / "moved")
+    options: dict[str, Any] = {"data": {"path": str(data / "moved")}}
+    assert TrainingRun(setup(data, "run", **options), resume=True).progress.step == 4
+    training.write_dataset(data / "other", training.counting_language(41, 24))
+    with pytest.raises(TrainingError, match="rows 40 -> 41"):
+        TrainingRun(setup(data, "run", data={"path": str(data / "other")}), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
+)
+def test_a_signal_ends_the_step_saves_it_and_interrupts(
+    data: Path, number: int, raised: type[BaseException]
+) -> None:
+    options: dict[str, Any] = {"schedule": {"steps": 6}, "run": {"checkpoint_every": 100}}
+    TrainingRun(setup(data, "whole", **options))()
+    run = TrainingRun(setup(data, "run", **options))
+    whole_step = run.setup.trainer.step
+
+    def step(*arguments: Any) -> None:
+        if run.progress.step == 2:
+            signal.raise_signal(number)
+        whole_step(*arguments)
+
+    run.setup.trainer.step = step  # type: ignore[method-assign]
+    handler = signal.getsignal(number)
+    with pytest.raises(raised) as caught:
+        run()
+    assert caught.type is raised
+    assert run.saved_step == 3
+    assert signal.getsignal(number) is handler
+    TrainingRun(setup(data, "run", **options), resume=True)()
+    whole, stopped = final_weights(data / "whole"), final_weights(data / "run")
+    assert all(torch.equal(weight, stopped[name]) for name, weight in whole.items())
+
+
+def test_a_second_signal_does_not_wait_for_the_step(data: Path) -> None:
+    run = TrainingRun(setup(data, "run"))
+
+    def step(*_: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the step went on")
+
+    run.setup.trainer.step = step  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert run.saved_step == 0
 
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_state(data: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from peagle.teacher_forcing.partition import Shapes
-from peagle.train.journal import METRICS, Journal, read_metrics
+from peagle.train.journal import METRICS, Journal, curves_of, draw_curves, read_metrics
 from peagle.train.loop import TrainingRun
 from peagle.train.setup import Setup, assemble
 from tests.tiny import training
@@ -45,7 +45,8 @@ def test_a_run_without_plot_packages_works_and_says_so(
     reported: list[str] = []
     TrainingRun(setup(data, log_every=2), report=reported.append)()
     assert reported[0] == (
-        "no plots: tensorboard and matplotlib missing (pip install 'peagle[plots]')"
+        "not written: TensorBoard files and curves.png; tensorboard and matplotlib missing: "
+        "pip install 'peagle[plots]'"
     )
     assert any("loss" in line and "tokens/s" in line for line in reported)
     assert any("acceptance length by K" in line for line in reported)
@@ -85,7 +86,7 @@ def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_has_each_step_once_in_its_metrics(tmp_path: Path) -> None:
-    lines = [{"kind": "note", "step": step} for step in (1, 2, 3)]
+    lines = [{"kind": "train", "step": step} for step in (1, 2, 3)]
     (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"ki')
     Journal(tmp_path, from_step=2)
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
@@ -113,3 +114,17 @@ def test_nothing_is_cut_where_nothing_is_padded(
     lines = [line for line in read_metrics(data / "run") if line["kind"] == "train"]
     assert [line["num_cut"] for line in lines] == [0] * len(lines)
     assert not caplog.messages
+
+
+def test_curves_count_positions_from_1_and_leave_out_what_was_not_evaluated(tmp_path: Path) -> None:
+    train = [{"kind": "train", "step": n, "loss": 9.0 - n, "accuracy": [0.5, 0.25]} for n in (1, 2)]
+    found = curves_of(train)
+    assert found["accuracy"] == {"draft 1": [(1, 0.5), (2, 0.5)], "draft 2": [(1, 0.25), (2, 0.25)]}
+    assert found["acceptance length"] == {}
+    draw_curves(train, tmp_path / "two.png")
+    evaluated = {"kind": "evaluate", "step": 2, "all": {"acceptance_length": [1.5, 1.9]}}
+    draw_curves([*train, evaluated], tmp_path / "three.png")
+    widths = [int.from_bytes((tmp_path / f"{n}.png").read_bytes()[16:20]) for n in ("two", "three")]
+    assert widths == [1200, 1800], "a panel for each kind of figure that there is"
+    draw_curves([], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()

@@ -89,7 +89,7 @@ def test_the_documented_words_for_several_nodes_exist(
 
 def _start(port: int, *args: str) -> subprocess.Popen[str]:
     environment = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    code = "from peagle.cli.main import run; run()"
+    code = "from peagle.__main__ import run; run()"
     base = ("serve", "smollm2-135m", "--backend", "vllm", "--port", str(port))
     return subprocess.Popen(
         [sys.executable, "-c", code, *base, *SMALL, *args],

@@ -61,6 +61,14 @@ class Backend(Protocol):
         """Answers all prompts, in their order."""
         ...
 
+    def as_finished(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
+        """The same, but yields each prompt's number and answer when that has ended."""
+        ...
+
     def stream(
         self,
         prompt: Prompt | Sequence[Message],

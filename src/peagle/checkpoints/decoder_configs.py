@@ -13,7 +13,7 @@ from typing import Any
 from peagle.checkpoints.files import read_json
 from peagle.checkpoints.references import load_config
 from peagle.errors import ModelError
-from peagle.models.config import SUPPORTED_MODEL_TYPES, DecoderConfig
+from peagle.models.config import DecoderConfig
 
 SIZES = (
     "vocab_size",
@@ -24,6 +24,8 @@ SIZES = (
     "num_key_value_heads",
     "max_position_embeddings",
 )
+# Families that are read without transformers; what others leave out, their classes know.
+READ_DIRECTLY = ("llama", "mistral", "qwen2", "qwen3")
 # Families whose heads are hidden_size / num_attention_heads wide where they do not say.
 DERIVED_HEAD_DIM = ("llama", "mistral", "qwen2")
 # transformers moves these into the rope parameters, by rules of its own.
@@ -43,7 +45,7 @@ def _complete(folder: Path) -> SimpleNamespace | None:
     family, heads = options.get("model_type"), options.get("head_dim")
     rope, window = _rope(options), _window(options)
     is_complete = (
-        family in SUPPORTED_MODEL_TYPES
+        family in READ_DIRECTLY
         and all(type(options.get(name)) is int and options[name] > 0 for name in SIZES)
         and options["hidden_size"] % options["num_attention_heads"] == 0
         and (type(heads) is int or (heads is None and family in DERIVED_HEAD_DIM))

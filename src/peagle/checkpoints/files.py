@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peagle.errors import ModelError
+from peagle.files import check_readable, refusal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +23,9 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path} is missing") from None
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except ValueError as error:
         raise ModelError(
             f"{path} is broken: {error}", hint="copy or download the folder again"
         ) from error
@@ -63,6 +66,13 @@ def iter_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, weights.get_tensor(name)
 
 
+def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and all tensors of one safetensors file."""
+    with _open_weights(path) as weights:
+        names = list(weights.keys())
+        return weights.metadata() or {}, {name: weights.get_tensor(name) for name in names}
+
+
 def _shards(folder: Path) -> dict[Path, list[str] | None]:
     weight_map = read_json(folder / WEIGHTS_INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -93,9 +103,17 @@ def _open_weights(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     try:
+        check_readable(path)
         return safe_open(path, framework="pt")
-    except (SafetensorError, OSError, ValueError) as error:
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except (SafetensorError, ValueError) as error:
         raise ModelError(
             f"{path} is truncated or not a safetensors file: {error}",
             hint="download or copy it again",
         ) from error
+
+
+def _unreadable(path: Path, error: OSError) -> ModelError:
+    reason, remedy = refusal(error)
+    return ModelError(f"{path} cannot be read: {reason}", hint=remedy)

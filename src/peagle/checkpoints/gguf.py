@@ -97,7 +97,6 @@ def _write_weights(reader: GGUFReader, config: dict[str, Any], folder: Path) -> 
             values = _unpermute(values, heads if ".attn_q." in tensor.name else kv_heads)
         weights[_tensor_name(tensor.name)] = values
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it 0600; caches are shared
 
 
 def _unpermute(weight: NDArray[Any], heads: int) -> NDArray[Any]:

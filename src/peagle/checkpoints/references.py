@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,19 +50,39 @@ def resolve_model(
     raise ModelError(f"no model {reference!r}", hint=_accepted_forms(reference))
 
 
+def same_target(recorded: str, model: str) -> bool:
+    """Two references, one of which may be the folder that the other stands for."""
+    return recorded == model or Path(recorded) == resolve_model(model)
+
+
+def resolve_config(reference: str) -> Path:
+    """A folder with config.json, that a reference to a model or a head stands for; its weights
+    need not be there and are not fetched."""
+    if reference in BUILTIN_MODELS:
+        return ensure_builtin(reference)
+    if is_hub_id(reference):
+        return _from_hub(reference, None, local_files_only=False, wanted=["*.json"])
+    folder = Path(reference).expanduser()
+    if not os.path.isfile(folder / "config.json"):
+        raise ModelError(f"{folder} has no config.json", hint=_accepted_forms(reference))
+    return folder
+
+
 def is_hub_id(reference: str) -> bool:
     """Whether it reads as `org/name`, and no folder of that name exists."""
     return not _looks_like_path(reference) and _HUB_ID.fullmatch(reference) is not None
 
 
 def load_config(folder: Path) -> PretrainedConfig:
-    """The transformers config of a model folder; never runs code from it."""
+    """The transformers config of a model folder, of a multimodal model that of its text model;
+    never runs code from it."""
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return config.get_text_config(decoder=True)
     except Exception as error:  # transformers raises whatever the file's content leads to
-        raise ModelError(f"cannot use {folder / 'config.json'}: {_first_line(error)}") from error
+        raise ModelError(f"cannot use {folder / 'config.json'}: {first_line(error)}") from error
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -80,7 +101,7 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # as above, and the Rust library's bare Exception
         raise ModelError(
-            f"cannot load the tokenizer in {folder}: {_first_line(error)}",
+            f"cannot load the tokenizer in {folder}: {first_line(error)}",
             hint="the folder needs tokenizer.json and tokenizer_config.json",
         ) from error
 
@@ -104,7 +125,12 @@ def _checked(folder: Path) -> Path:
     return folder
 
 
-def _from_hub(repository: str, revision: str | None, local_files_only: bool) -> Path:
+def _from_hub(
+    repository: str,
+    revision: str | None,
+    local_files_only: bool,
+    wanted: Sequence[str] = _WANTED,
+) -> Path:
     """Downloads, or takes from the Hugging Face cache where the hub cannot be reached."""
     from huggingface_hub import snapshot_download
 
@@ -114,7 +140,7 @@ def _from_hub(repository: str, revision: str | None, local_files_only: bool) -> 
                 repository,
                 revision=revision,
                 local_files_only=local_files_only,
-                allow_patterns=_WANTED,
+                allow_patterns=list(wanted),
                 ignore_patterns=_UNWANTED,
             )
         )
@@ -143,7 +169,7 @@ def _hub_error(repository: str, revision: str | None, error: Exception) -> Model
             hint="check the network, HF_HUB_OFFLINE and HF_HOME, or give a local folder",
         )
     return ModelError(
-        f"cannot download {repository}: {_first_line(error)}",
+        f"cannot download {repository}: {first_line(error)}",
         hint="check the network and the free disk space; a second run goes on where this ended",
     )
 
@@ -163,6 +189,6 @@ def _accepted_forms(reference: str) -> str:
     return f"did you mean {nearest[0]}? Give {forms}" if nearest else f"give {forms}: {names}"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

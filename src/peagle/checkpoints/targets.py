@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from peagle.checkpoints.decoder_configs import read_decoder_config
 from peagle.checkpoints.files import iter_tensors, read_json
-from peagle.checkpoints.references import load_config
+from peagle.checkpoints.references import first_line, load_config
+from peagle.checkpoints.stored_tensors import our_name, stored_tensors
 from peagle.checkpoints.weights import load_weights
-from peagle.errors import ModelError
+from peagle.errors import ModelError, PeagleError
 from peagle.models.config import SUPPORTED_MODEL_TYPES, DecoderConfig
+from peagle.models.experts import lay_out_experts_for_cpu
 from peagle.models.layers import lay_out_for_cpu
 from peagle.models.meta import on_meta
 from peagle.models.target import TargetModel
 
+logger = logging.getLogger(__name__)
+
 EMBED, OUTPUT = "embed_tokens.weight", "lm_head.weight"
-LAYERLESS = {f"model.{EMBED}", "model.norm.weight", OUTPUT}
-# Mixtures of experts whose embedding is not scaled and whose final norm is RMSNorm, as ours:
-# without their layers they can be loaded.
-EXPERT_MODEL_TYPES = ("gpt_oss", "mixtral", "qwen3_moe")
+LAYERLESS = {EMBED, "norm.weight", OUTPUT}
 
 
 def load_target(folder: Path, *, dtype: torch.dtype, device: torch.device) -> TargetModel:
@@ -32,10 +34,11 @@ def load_target(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Ta
         target = TargetModel(config)
     if device.type == "cpu":
         lay_out_for_cpu(target)
-    target.rotary.to(device)
+        lay_out_experts_for_cpu(target)
+    _move_rotaries(target, device)
     load_weights(
         target,
-        _stored(folder, config.tie_word_embeddings),
+        stored_tensors(folder, _family(folder), dtype, tied=config.tie_word_embeddings),
         error=ModelError,
         source=str(folder),
         dtype=dtype,
@@ -44,33 +47,70 @@ def load_target(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Ta
     return target.eval()
 
 
+def has_native_target(folder: Path) -> bool:
+    """Whether there is a native target for all that the folder's config asks for."""
+    try:
+        read_decoder_config(folder)
+    except ModelError:
+        return False
+    return True
+
+
+def load_adapted(folder: Path, *, dtype: torch.dtype, device: torch.device) -> TargetModel:
+    """Any other causal language model, by transformers' own modules."""
+    from transformers import AutoModelForCausalLM
+
+    from peagle.models.adapter import TransformersTarget, adapted_config
+
+    config = load_config(folder)
+    sizes = adapted_config(config)
+    try:
+        options = {"trust_remote_code": False, "local_files_only": True}
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+        model.to(device).requires_grad_(False).eval()
+        target = TransformersTarget(model, sizes).eval()
+    except PeagleError:
+        raise
+    except Exception as error:  # transformers raises whatever the folder's content leads to
+        raise ModelError(
+            f"model type {config.model_type!r} has no native implementation, and transformers "
+            f"cannot run it: {first_line(error)}",
+            hint=f"native: {', '.join(SUPPORTED_MODEL_TYPES)}",
+        ) from error
+    logger.warning(
+        "model type %s has no native implementation: it runs by transformers' modules, which is "
+        "slower%s",
+        config.model_type,
+        "" if target.rolls_back else ", and computes the whole text again at every step",
+    )
+    return target
+
+
 def load_layerless(folder: Path, *, dtype: torch.dtype, device: torch.device) -> TargetModel:
     """A TargetModel with an empty `layers`: the embedding, the final norm and the output table.
 
     Enough to train a head where another process computes the hidden states; a target of 140 GB
     then costs a few. Asking it for aux_hidden_states is an error.
     """
-    config = decoder_sizes(load_config(folder))
+    config = DecoderConfig.from_transformers(load_config(folder))
     with on_meta():
         target = TargetModel(config)
         target.layers = nn.ModuleList()
-    target.rotary.to(device)
+    _move_rotaries(target, device)
     tensors = _stored_without_layers(folder, config.tie_word_embeddings)
     load_weights(target, tensors, error=ModelError, source=str(folder), dtype=dtype, device=device)
     return target.eval()
 
 
-def decoder_sizes(config: Any) -> DecoderConfig:
-    """The sizes that a head takes from its target; of experts, those of one of them."""
-    if config.model_type in SUPPORTED_MODEL_TYPES:
-        return DecoderConfig.from_transformers(config)
-    if config.model_type not in EXPERT_MODEL_TYPES:
-        known = ", ".join((*SUPPORTED_MODEL_TYPES, *EXPERT_MODEL_TYPES))
-        raise ModelError(
-            f"the final norm of model type {config.model_type!r} is not known",
-            hint=f"known: {known}",
-        )
-    return DecoderConfig.sizes_of(config)
+def _move_rotaries(target: TargetModel, device: torch.device) -> None:
+    """Their tables are real while the rest is on meta, and keep their dtype."""
+    for rotary in (target.rotary, target.full_rotary):
+        if rotary is not None:
+            rotary.to(device)
+
+
+def _family(folder: Path) -> str:
+    return str(read_json(folder / "config.json").get("model_type"))
 
 
 class TargetTables(NamedTuple):
@@ -112,23 +152,8 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-def _stored(folder: Path, tied: bool) -> Iterator[tuple[str, Tensor]]:
-    """Tensors under our names; leaves out what old checkpoints store needlessly."""
-    tables = []
-    for name, tensor in iter_tensors(folder):
-        if tied and name in ("model.embed_tokens.weight", "lm_head.weight"):
-            tables.append(tensor)
-        is_tied_copy = tied and name == "lm_head.weight"
-        if not is_tied_copy and not name.endswith("rotary_emb.inv_freq"):
-            yield name.removeprefix("model."), tensor
-    if len(tables) == 2 and not torch.equal(*tables):  # transformers would not tie them
-        raise ModelError(
-            f"{folder} has an lm_head.weight of its own, but its config.json ties it",
-            hint='set "tie_word_embeddings" to false in config.json',
-        )
-
-
 def _stored_without_layers(folder: Path, tied: bool) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in iter_tensors(folder):
-        if name in LAYERLESS and not (tied and name == "lm_head.weight"):
-            yield name.removeprefix("model."), tensor
+        ours = our_name(name)
+        if ours in LAYERLESS and not (tied and ours == OUTPUT):
+            yield ours, tensor

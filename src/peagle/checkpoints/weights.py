@@ -1,7 +1,8 @@
 """Named tensors -> module parameters: each exactly once, nothing missing, nothing left over.
 
-Checkpoints keep q, k, v and gate, up apart; our modules hold them fused. The names of the parts
-and their sizes stand here alone, for loading and for saving.
+Most checkpoints keep q, k, v and gate, up apart, and experts too; our modules hold them fused. The
+names of the parts and their sizes stand here alone, for loading and for saving. A checkpoint that
+holds a parameter fused, as ours, is read as well.
 """
 
 from __future__ import annotations
@@ -21,14 +22,20 @@ FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
+EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 class Part(NamedTuple):
-    """A stored tensor's place: rows start .. start + length of a parameter; all of it if fused."""
+    """A stored tensor's place: rows start .. start + length of a parameter, or of one expert's."""
 
     parameter: str
     start: int
     length: int
+    expert: int | None = None
+
+    def of(self, parameter: Tensor) -> Tensor:
+        matrix = parameter if self.expert is None else parameter[self.expert]
+        return matrix.narrow(0, self.start, self.length)
 
 
 def parts_of(module: nn.Module) -> dict[str, Part]:
@@ -41,11 +48,14 @@ def parts_of(module: nn.Module) -> dict[str, Part]:
         owner, _, leaf = name.rpartition(".")
         block, _, projection = owner.rpartition(".")
         if projection in FUSED:
-            start = 0
-            sizes = _part_sizes(module.get_submodule(block))
-            for part, size in zip(FUSED[projection], sizes, strict=True):
+            for part, start, size in _parts(module.get_submodule(block), projection):
                 parts[f"{block}.{part}.{leaf}"] = Part(name, start, size)
-                start += size
+        elif leaf in EXPERT_PARTS and parameter.dim() == 3:
+            for expert in range(len(parameter)):
+                for n, part in enumerate(EXPERT_PARTS[leaf]):
+                    size = parameter.shape[1] // len(EXPERT_PARTS[leaf])
+                    stored = f"{owner}.{expert}.{part}.weight"
+                    parts[stored] = Part(name, n * size, size, expert)
         else:
             parts[name] = Part(name, 0, parameter.shape[0])
     return parts
@@ -63,6 +73,9 @@ def load_weights(
     """Fills a module made on the meta device, in the layout that its parameters have there.
     `source` names the folder in errors."""
     parts = parts_of(module)
+    pieces: dict[str, set[str]] = {}  # parameter -> the stored names that it is made of
+    for name, part in parts.items():
+        pieces.setdefault(part.parameter, set()).add(name)
     parameters = {
         name: torch.empty_strided(p.shape, p.stride(), dtype=dtype, device=device)
         for name, p in module.named_parameters()
@@ -70,16 +83,18 @@ def load_weights(
     missing, copies = set(parts), []
     with ThreadPoolExecutor(min(torch.get_num_threads(), MAX_THREADS)) as pool:
         for name, tensor in tensors:
-            part = parts.get(name)
-            if part is None:
+            if name in parts:
+                filled, place = {name}, parts[name].of(parameters[parts[name].parameter])
+            elif name in pieces:  # stored fused
+                filled, place = pieces[name], parameters[name]
+            else:
                 hint = "is it for another model?"
                 raise error(f"{source} has an unknown tensor {name}", hint=hint)
-            if name not in missing:
+            if not filled <= missing:
                 raise error(f"{source} has {name} twice")
-            place = parameters[part.parameter].narrow(0, part.start, part.length)
             _check(tensor, place.shape, f"{source}: {name}", error)
             copies.append(pool.submit(_fill, place, tensor))
-            missing.remove(name)
+            missing -= filled
     for copy in copies:
         copy.result()  # raises what went wrong
     if missing:
@@ -97,8 +112,12 @@ def _check(tensor: Tensor, shape: torch.Size, what: str, error: type[PeagleError
 
 def _fill(place: Tensor, tensor: Tensor) -> None:
     """Copies; torch is quick to transpose from one whole matrix to another of its type alone."""
-    if tensor.dim() != 2 or place.stride(-1) == 1:
+    if place.dim() < 2 or place.stride(-1) == 1:
         place.copy_(tensor)
+        return
+    if place.dim() == 3:
+        for own, stored in zip(place, tensor, strict=True):
+            _fill(own, stored)
         return
     columns, place = tensor.to(place.dtype).t(), place.t()
     place.copy_(columns if place.is_contiguous() else columns.contiguous())
@@ -108,7 +127,7 @@ def split_weights(module: nn.Module) -> dict[str, Tensor]:
     """The inverse: stored name -> tensor, contiguous and detached."""
     state: Mapping[str, Tensor] = dict(module.named_parameters())
     return {
-        name: state[part.parameter].detach().narrow(0, part.start, part.length).contiguous()
+        name: part.of(state[part.parameter].detach()).contiguous()
         for name, part in parts_of(module).items()
     }
 
@@ -137,9 +156,12 @@ def _tied_names(module: nn.Module) -> set[str]:
     return {name for name, _ in _ties(module)}
 
 
-def _part_sizes(block: nn.Module) -> tuple[int, ...]:
+def _parts(block: nn.Module, projection: str) -> list[tuple[str, int, int]]:
+    """Name, first row and number of rows of what a fused projection is made of."""
     if isinstance(block, SelfAttention):
-        q, kv = block.num_heads * block.head_dim, block.num_kv_heads * block.head_dim
-        return q, kv, kv
-    assert isinstance(block, GatedMLP)
-    return (block.down_proj.in_features,) * 2
+        sizes = [heads * block.head_dim for heads in block.parts]
+    else:
+        assert isinstance(block, GatedMLP)
+        sizes = [block.down_proj.in_features] * 2
+    starts = [sum(sizes[:n]) for n in range(len(sizes))]
+    return list(zip(FUSED[projection], starts, sizes, strict=False))  # values may be the keys

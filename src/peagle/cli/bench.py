@@ -7,15 +7,31 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from peagle.bench.analysis.gains import gains_at
 from peagle.bench.analysis.series import cell_quantiles
-from peagle.bench.report.verdict import lossless_verdict
-from peagle.bench.results.settings import Setting, by_place, full_name, series_names
+from peagle.bench.report.verdict import busy_sentence, lossless_details, lossless_verdict
+from peagle.bench.results.figures import (
+    NOTHING,
+    count,
+    counted,
+    factor_with_bounds,
+    length,
+    quantity,
+    with_spread,
+)
+from peagle.bench.results.settings import (
+    NONE,
+    Setting,
+    by_place,
+    full_name,
+    series_names,
+    trees_in_words,
+)
 from peagle.cli import engines, render
 from peagle.cli.flags import Json, expand_flags
 from peagle.cli.flags.bench import BenchFlags
+from peagle.cli.help import Group
 
 if TYPE_CHECKING:
     from peagle.bench.analysis.compare import CellComparison, Comparison
@@ -24,17 +40,18 @@ if TYPE_CHECKING:
 
 RUN = "run"
 RESULT_COLUMNS = (
-    *("method", "K", "load", "tokens/s", "+-", "speed-up", "acceptance", "no loops"),
+    *("method", "K", "load", "tokens/s", "speed-up", "acceptance", "no loops"),
     *("TTFT p50", "TPOT p50", "E2EL p95"),
 )
 MOST_SHOWN = 5
+MOST_NAMED = 3  # cells that only one of two results has
 COMPARISON_COLUMNS = (
     *("method", "K", "workload", "load"),
-    *("A tokens/s", "B tokens/s", "B / A", "acceptance"),
+    *("A tokens/s", "B tokens/s", "speed of B", "acceptance, A to B"),
 )
 
 
-class _RunByDefault(TyperGroup):
+class _RunByDefault(Group):
     """`peagle bench MODEL ...` is `peagle bench run MODEL ...`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -108,7 +125,7 @@ def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help="An --out of peagle bench: before.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="Another: after.")],
     tolerance: Annotated[
-        float | None, typer.Option(help="A loss below this share does not count.")
+        float | None, typer.Option(help="A loss below this share does not count.", min=0, max=1)
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Compare what is not alike too.")] = False,
     as_json: Json = False,
@@ -136,11 +153,16 @@ def print_results(results: Results, *, file: IO[str]) -> None:
             for setting, cell in cells.items()
         )
     for workload, own in rows.items():
-        render.print_table(f"{workload} (latencies in ms)", RESULT_COLUMNS, own, file=file)
+        title = f"{workload} (latencies in ms)"
+        render.print_table(title, RESULT_COLUMNS, own, names=3, file=file)
     for line in lossless_lines(results.lossless, results.manifest.dtype):
         file.write(line + "\n")
     for line in _failures(results):
         file.write(line + "\n")
+    if trees := trees_in_words(results.cells):
+        file.write(f"{trees}\n")
+    if busy := busy_sentence(results):
+        file.write(f"{busy}\n")
     if results.partial:
         file.write("partial: not every run of the grid is there\n")
 
@@ -155,9 +177,7 @@ def _failures(results: Results) -> list[str]:
 def lossless_lines(lossless: Lossless | None, dtype: str) -> list[str]:
     if lossless is None:
         return []
-    lines = [lossless_verdict(lossless, dtype)]
-    if lossless.not_comparable:
-        lines.append(f"  {lossless.not_comparable} more followed a turn that differed")
+    lines = [lossless_verdict(lossless, dtype), *lossless_details(lossless, dtype)]
     for d in lossless.differences[:MOST_SHOWN]:
         gap = "" if d.gap is None else f", log-probabilities {d.gap:.2g} apart"
         name = full_name(Setting(d.method, d.num_speculative_tokens))
@@ -166,35 +186,31 @@ def lossless_lines(lossless: Lossless | None, dtype: str) -> list[str]:
             f"{d.got_text!r} for {d.expected_text!r}{gap}"
         )
     if lossless.different > MOST_SHOWN:
-        lines.append(f"  and {lossless.different - MOST_SHOWN} more: peagle report shows them")
+        more = count(lossless.different - MOST_SHOWN)
+        lines.append(f"  and {more} more: peagle report shows them")
     return lines
 
 
 def _result_row(name: str, cell: Cell, gain: Interval | None) -> list[str]:
     summary = cell.summary()
     assert summary is not None, "a cell without repeats is left out"
-    otps = summary.otps
+    marks = [" (partial)"] * summary.partial + [" (busy)"] * summary.busy
     return [
-        name + (" (partial)" if summary.partial else ""),
-        str(cell.num_speculative_tokens or "-"),
+        name + "".join(marks),
+        str(cell.num_speculative_tokens or NOTHING),
         cell.load,
-        f"{otps.mean:.1f}",
-        "-" if otps.half_width is None else f"{otps.half_width:.1f}",
-        "-" if gain is None else f"{gain.mean:.2f}x",
-        _number(summary.acceptance_length),
-        _number(summary.acceptance_without_looping),
+        with_spread(summary.otps),
+        NOTHING if gain is None or cell.method == NONE else factor_with_bounds(gain),
+        length(summary.acceptance_length),
+        length(summary.acceptance_without_looping),
         _milliseconds(cell_quantiles(cell, "ttft"), "p50"),
         _milliseconds(cell_quantiles(cell, "tpot"), "p50"),
         _milliseconds(cell_quantiles(cell, "e2el"), "p95"),
     ]
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
 def _milliseconds(quantiles: Quantiles | None, name: str) -> str:
-    return "-" if quantiles is None else f"{1000 * getattr(quantiles, name):.1f}"
+    return NOTHING if quantiles is None else quantity(1000 * getattr(quantiles, name))
 
 
 def print_comparison(found: Comparison, file: IO[str]) -> None:
@@ -202,36 +218,33 @@ def print_comparison(found: Comparison, file: IO[str]) -> None:
         "B against A",
         COMPARISON_COLUMNS,
         [_comparison_row(cell) for cell in found.cells],
+        names=4,
         file=file,
     )
     for warning in found.warnings:
         file.write(f"note: {warning}\n")
     for name, cells in (("A", found.only_a), ("B", found.only_b)):
         if cells:
-            file.write(f"only in {name}: {', '.join(cells)}\n")
-    worse = len(found.regressions)
-    file.write(f"{worse} of {len(found.cells)} cells are worse beyond noise\n")
+            more = f" and {count(len(cells) - MOST_NAMED)} more" if len(cells) > MOST_NAMED else ""
+            named = "; ".join(cells[:MOST_NAMED])
+            file.write(f"only in {name}: {counted(len(cells), 'cell')}: {named}{more}\n")
+    slower = sum(cell.slower for cell in found.cells)
+    fewer = sum(cell.fewer_accepted for cell in found.cells)
+    file.write(
+        f"{count(len(found.regressions))} of {counted(len(found.cells), 'cell')} worse beyond "
+        f"noise: {count(slower)} in speed, {count(fewer)} in acceptance\n"
+    )
 
 
 def _comparison_row(cell: CellComparison) -> list[str]:
-    lengths = (cell.acceptance_a, cell.acceptance_b)
+    lengths = f"{length(cell.acceptance_a)} to {length(cell.acceptance_b)}"
     return [
         cell.setting.name,
-        str(cell.setting.num_speculative_tokens or "-"),
+        str(cell.setting.num_speculative_tokens or NOTHING),
         cell.place.workload,
         cell.place.load,
-        _speed(cell.a),
-        _speed(cell.b),
-        f"{_ratio(cell.ratio)} {'WORSE' if cell.is_regression else cell.verdict}",
-        "-" if None in lengths else " -> ".join(f"{length:.2f}" for length in lengths),
+        with_spread(cell.a),
+        with_spread(cell.b),
+        f"{factor_with_bounds(cell.ratio)} {'WORSE' if cell.slower else cell.verdict}",
+        NOTHING if cell.acceptance_ratio is None else lengths + " WORSE" * cell.fewer_accepted,
     ]
-
-
-def _speed(speed: Interval) -> str:
-    half = speed.half_width
-    return f"{speed.mean:.1f}" + ("" if half is None else f" +-{half:.1f}")
-
-
-def _ratio(ratio: Interval) -> str:
-    bounds = "" if ratio.low is None else f" ({ratio.low:.3f} to {ratio.high:.3f})"
-    return f"{ratio.mean:.3f}{bounds}"

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from peagle.bench.results.document import CellRun
+from peagle.bench.results.figures import quantity
 from peagle.bench.run.grid import GridCell, PlannedRun
 from peagle.cli import render
 
@@ -52,7 +53,7 @@ class TerminalProgress:
             self._bar.update(self._task, completed=self._done)
             return
         place = f"[{self._done}/{self._total}]"
-        self.note(f"{place} {_name(planned)}: {run.otps:.1f} tokens/s{self._remaining()}")
+        self.note(f"{place} {_name(planned)}: {quantity(run.otps)} tokens/s{self._remaining()}")
 
     def note(self, text: str) -> None:
         if self._bar is not None:

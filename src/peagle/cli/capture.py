@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,8 +12,14 @@ from peagle.cli import render
 from peagle.cli.flags import Json, expand_flags
 from peagle.cli.flags.engine import EngineFlags
 from peagle.errors import ConfigError
+from peagle.files import held_folder
+
+if TYPE_CHECKING:
+    from peagle.data.dataset import Dataset
+    from peagle.train.features.capture import CapturePlan
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+MOST_DIGITS = 20  # of a size: more are a typing error
 TOKENS_PER_PASS = 8192
 
 
@@ -31,7 +37,7 @@ def capture(
         typer.Option(help="Layers of the aux hidden states, e.g. 2,15,27; default: 2, L//2, L-3."),
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Cut longer rows, as data.tokens_per_row will.")
+        int | None, typer.Option(help="Cut longer rows, as data.tokens_per_row will.", min=1)
     ] = None,
     backend: Annotated[
         Literal["embedded", "vllm"], typer.Option(help="Where the target runs.")
@@ -51,7 +57,7 @@ def capture(
     """Write the hidden states that a head reads; training then needs no pass of the target."""
     limit = None if max_disk is None else parse_size(max_disk)
     from peagle.data.dataset import Dataset
-    from peagle.train.features.capture import plan_capture, run_capture
+    from peagle.train.features.capture import plan_capture, size_in_words
     from peagle.train.recipe import vllm_section
 
     if vllm and backend != "vllm":
@@ -64,10 +70,15 @@ def capture(
     section = vllm_section(vllm or []) if backend == "vllm" else None
     opened = Dataset(dataset, max_length)
     plan = plan_capture(opened, model, engine.config(), _layer_ids(layer_ids), section)
-    render.note(f"{plan.num_rows} rows, {plan.num_tokens} tokens: {plan.num_bytes / 2**30:.2f} GiB")
+    size = size_in_words(plan.num_bytes)
+    forecast = f"{plan.num_rows} rows, {plan.num_tokens} tokens: {size}"
+    if forecast_only and not as_json:
+        render.write(f"{forecast}\n")  # it is what was asked for
+    else:
+        render.note(forecast)
     if not forecast_only:
-        for done in run_capture(opened, plan, out, tokens_per_pass=TOKENS_PER_PASS, max_disk=limit):
-            render.note(f"{done} of {plan.num_rows} rows")
+        with held_folder(out):
+            _write(opened, plan, out, limit)
     if as_json:
         document = {"rows": plan.num_rows, "tokens": plan.num_tokens, "bytes": plan.num_bytes}
         render.print_json(
@@ -79,9 +90,24 @@ def capture(
         )
 
 
+def _write(dataset: Dataset, plan: CapturePlan, out: Path, limit: int | None) -> None:
+    from peagle.train.features.capture import run_capture
+
+    done = 0
+    try:
+        for done in run_capture(
+            dataset, plan, out, tokens_per_pass=TOKENS_PER_PASS, max_disk=limit
+        ):
+            render.note(f"{done} of {plan.num_rows} rows")
+    except KeyboardInterrupt:
+        kept = f"{out} keeps the states of {done} rows" if done else f"{out} keeps what it had"
+        render.note(f"interrupted: {kept}; give the same command again to go on")
+        raise
+
+
 def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if match is None:
+    if match is None or len(match[1]) > MOST_DIGITS:
         raise ConfigError(f"--max-disk {text!r} is not a size", hint="write 200G or 1.5T")
     return int(float(match[1]) * UNITS[match[2].upper()])
 

@@ -6,10 +6,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from peagle.bench.results import figures
+from peagle.bench.results.document import is_busy
+from peagle.bench.results.intervals import Interval, median_interval
 from peagle.cli import engines, render
 from peagle.cli.flags import Json
 from peagle.config import EngineConfig, SpeculativeConfig
@@ -22,17 +26,10 @@ if TYPE_CHECKING:
     from peagle.engine.llm import LLM
 
 MODEL = "smollm2-135m"
-NUM_PROMPTS = 6
-MAX_TOKENS = 128
+NUM_PROMPTS, MAX_TOKENS, REPEATS = 4, 48, 3  # a minute on two cores
 COLUMNS = (
-    "method",
-    "K",
-    "tokens/s",
-    "speed-up",
-    "mean acceptance length",
-    "without looping",
-    "steps that drafted",
-    "same output",
+    *("method", "K", "tokens/s", "speed-up", "acceptance length"),
+    *("steps that drafted", "same output"),
 )
 # Written for the demo: chat, code, maths, summarising, rewriting, extraction.
 PROMPTS = (
@@ -59,32 +56,43 @@ PROMPTS = (
 
 
 @dataclass
-class Contender:
-    """One method, its engine and what it has done so far: one entry per prompt."""
+class Repeat:
+    """All prompts once: one entry for each."""
 
-    name: str
-    llm: LLM
-    num_speculative_tokens: int | None
     answers: list[list[int]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     stats: list[SpecDecodeStats] = field(default_factory=list)
 
     @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.answers))
-
-    @property
     def tokens_per_second(self) -> float:
-        return render.rate(self.num_tokens, sum(self.seconds))
+        return render.rate(sum(map(len, self.answers)), sum(self.seconds))
+
+
+@dataclass
+class Contender:
+    """One method, its engine and what it has done so far."""
+
+    name: str
+    llm: LLM
+    num_speculative_tokens: int | None
+    is_auto: bool = False  # that is the most, and each step verifies as many as pay
+    repeats: list[Repeat] = field(default_factory=list)
 
     @property
-    def looping(self) -> list[bool]:
-        return [is_looping(answer) for answer in self.answers]
+    def answers(self) -> list[list[int]]:
+        """All of them, a repeat's prompts in turn."""
+        return [answer for repeat in self.repeats for answer in repeat.answers]
+
+    @property
+    def speeds(self) -> dict[int, float]:
+        """Tokens per second of each repeat."""
+        return {n: repeat.tokens_per_second for n, repeat in enumerate(self.repeats)}
 
     def total(self, *, with_looping: bool = True) -> SpecDecodeStats:
-        total = SpecDecodeStats()
-        for stats, loops in zip(self.stats, self.looping, strict=True):
-            if with_looping or not loops:
+        """Greedy answers are the same in every repeat, so those of one say all."""
+        total, first = SpecDecodeStats(), self.repeats[0]
+        for stats, answer in zip(first.stats, first.answers, strict=True):
+            if with_looping or not is_looping(answer):
                 total.merge(stats)
         return total
 
@@ -107,24 +115,46 @@ class Difference(NamedTuple):
 
 def demo(
     model: Annotated[str, typer.Option(help="The target.")] = MODEL,
-    prompts: Annotated[int, typer.Option(help=f"How many, 1 to {len(PROMPTS)}.")] = NUM_PROMPTS,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens in an answer.")] = MAX_TOKENS,
+    prompts: Annotated[
+        int, typer.Option(help=f"Number of prompts, 1 to {len(PROMPTS)}.")
+    ] = NUM_PROMPTS,
+    max_tokens: Annotated[
+        int, typer.Option(help="Maximum length of an answer, in tokens.")
+    ] = MAX_TOKENS,
+    repeats: Annotated[
+        int, typer.Option(help="Runs of each method; three or more give intervals.")
+    ] = REPEATS,
     as_json: Json = False,
 ) -> None:
     """Compare plain decoding with each drafter: speed, acceptance, and the same tokens."""
     if not 1 <= prompts <= len(PROMPTS):
         raise ConfigError(f"--prompts {prompts} is out of range", hint=f"use 1 to {len(PROMPTS)}")
+    if repeats < 1:
+        raise ConfigError(f"--repeats {repeats} is out of range", hint="use 1 or more")
+    from peagle.bench.run.meters import CpuMeter
+
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     contenders = _contenders(model)
-    _run(contenders, PROMPTS[:prompts], params)
-    document = _document(model, contenders, params)
-    title = f"{model}: {prompts} prompts, greedy, up to {max_tokens} tokens, one at a time"
-    rows = [table_row(figures) for figures in document["methods"]]
+    with CpuMeter() as cpu:
+        _run(contenders, PROMPTS[:prompts], params, repeats)
+    document = _document(model, contenders, params, cpu.others)
+    title = (
+        f"{model}: {figures.counted(prompts, 'prompt')}, greedy, up to {max_tokens} tokens, "
+        f"one at a time; median of {figures.counted(repeats, 'repeat')}"
+    )
+    gained = _gains(contenders)
+    rows = [table_row(c, gained[c.name], contenders[0]) for c in contenders]
     file = sys.stderr if as_json else sys.stdout
     render.print_table(title, COLUMNS, rows, file=file)
+    if is_busy(cpu.others):
+        render.note(busy_note(cpu.others))
     if as_json:
         render.print_json(document)
     _exit_if_different(contenders)
+
+
+def busy_note(others: float | None) -> str:
+    return f"busy: others took {figures.share(others)} of the CPU time, so speeds are too low"
 
 
 def _contenders(model: str) -> list[Contender]:
@@ -144,38 +174,56 @@ def _contender(model: str, name: str, drafter: SpeculativeConfig | None) -> Cont
     render.note(f"loading {model}, {name}")
     llm = engines.build_llm(model, EngineConfig(dtype="float32", max_num_seqs=1), drafter)
     llm.chat(_messages("Hello"), SamplingParams(temperature=0.0, max_tokens=8))  # warm-up
-    return Contender(name, llm, llm.num_speculative_tokens if drafter else None)
+    return Contender(name, llm, llm.num_speculative_tokens if drafter else None, llm.is_auto)
 
 
-def _run(contenders: Sequence[Contender], prompts: Sequence[str], params: SamplingParams) -> None:
+def _run(
+    contenders: Sequence[Contender], prompts: Sequence[str], params: SamplingParams, repeats: int
+) -> None:
     """Every method on a prompt before the next prompt, and another first each time: what else
     the machine does then falls on all alike."""
-    for number, prompt in enumerate(prompts):
-        turn = number % len(contenders)
-        for contender in (*contenders[turn:], *contenders[:turn]):
-            start = time.perf_counter()
-            result = contender.llm.chat(_messages(prompt), params)[0]
-            contender.seconds.append(time.perf_counter() - start)
-            contender.answers.append(list(result.outputs[0].token_ids))
-            contender.stats.append(result.stats)
-        speeds = ", ".join(
-            f"{c.name} {render.rate(len(c.answers[-1]), c.seconds[-1]):.1f}" for c in contenders
-        )
-        render.note(f"prompt {number + 1} of {len(prompts)}: tokens/s {speeds}")
+    for repeat in range(repeats):
+        for contender in contenders:
+            contender.repeats.append(Repeat())
+        for number, prompt in enumerate(prompts):
+            turn = (repeat + number) % len(contenders)
+            for contender in (*contenders[turn:], *contenders[:turn]):
+                _ask(contender, prompt, params)
+        speeds = ", ".join(f"{c.name} {figures.quantity(c.speeds[repeat])}" for c in contenders)
+        render.note(f"repeat {repeat + 1} of {repeats}: tokens/s {speeds}")
+
+
+def _ask(contender: Contender, prompt: str, params: SamplingParams) -> None:
+    start = time.perf_counter()
+    result = contender.llm.chat(_messages(prompt), params)[0]
+    repeat = contender.repeats[-1]
+    repeat.seconds.append(time.perf_counter() - start)
+    repeat.answers.append(list(result.outputs[0].token_ids))
+    repeat.stats.append(result.stats)
+
+
+def _gains(contenders: Sequence[Contender]) -> dict[str, Interval]:
+    """Speed over that of plain decoding, by name."""
+    from peagle.bench.analysis.gains import scatter_of
+
+    scatter = scatter_of(c.speeds for c in contenders)
+    return {c.name: scatter.ratio(c.speeds, contenders[0].speeds) for c in contenders}
 
 
 def _document(
-    model: str, contenders: Sequence[Contender], params: SamplingParams
+    model: str, contenders: Sequence[Contender], params: SamplingParams, others: float | None
 ) -> dict[str, Any]:
     from peagle.provenance import provenance
 
-    plain = contenders[0]
+    plain, gained = contenders[0], _gains(contenders)
     differences = [d._asdict() for c in contenders[1:] for d in find_differences(plain, c)]
     return {
         "model": model,
-        "num_prompts": len(plain.answers),
+        "num_prompts": len(plain.repeats[0].answers),
         "max_tokens": params.max_tokens,
-        "methods": [record(plain, contender) for contender in contenders],
+        "num_repeats": len(plain.repeats),
+        "other_cpu_share": others,
+        "methods": [record(plain, c, gained[c.name]) for c in contenders],
         "identical": not differences,
         "differences": differences,
         "provenance": provenance(probe_torch=True),
@@ -189,7 +237,7 @@ def _exit_if_different(contenders: Sequence[Contender]) -> None:
         render.print_error(f"the output differs: {difference}")
     if differences:
         raise typer.Exit(1)
-    render.note("every method gave the plain target's tokens, all of them")
+    render.note("every method gave exactly the plain target's tokens")
 
 
 def _messages(prompt: str) -> list[dict[str, str]]:
@@ -200,53 +248,57 @@ def find_differences(plain: Contender, other: Contender) -> list[Difference]:
     """The first difference of each answer; empty if all tokens are the same."""
     from peagle.bench.run.lossless import first_difference, token_at
 
-    found = []
-    for number, (ours, theirs) in enumerate(zip(plain.answers, other.answers, strict=True), 1):
+    found, num_prompts = [], len(plain.repeats[0].answers)
+    for number, (ours, theirs) in enumerate(zip(plain.answers, other.answers, strict=True)):
         at = first_difference(ours, theirs)
         if at is not None:
             wanted, got = token_at(ours, at), token_at(theirs, at)
-            found.append(Difference(other.name, number, at + 1, wanted, got))
-    return found
+            found.append(Difference(other.name, number % num_prompts + 1, at + 1, wanted, got))
+    return list(dict.fromkeys(found))  # every repeat differs at the same place
 
 
-def record(plain: Contender, other: Contender) -> dict[str, Any]:
+def record(plain: Contender, other: Contender, gain: Interval) -> dict[str, Any]:
     """One method's figures, ready for JSON."""
     total, steady = other.total(), other.total(with_looping=False)
+    first = other.repeats[0].answers
     return {
         "method": other.name,
         "num_speculative_tokens": other.num_speculative_tokens,
-        "num_output_tokens": other.num_tokens,
-        "seconds": sum(other.seconds),
-        "tokens_per_second": other.tokens_per_second,
-        "speedup": render.rate(1, plain.tokens_per_second) * other.tokens_per_second,
+        "is_auto": other.is_auto,
+        "num_output_tokens": sum(map(len, first)),  # of a repeat
+        "tokens_per_second": median(other.speeds.values()),
+        "tokens_per_second_of_repeats": list(other.speeds.values()),
+        "speedup": gain.value,
+        "speedup_interval": None if gain.low is None else [gain.low, gain.high],
         "mean_acceptance_length": total.mean_acceptance_length if total.num_drafts else None,
         "mean_acceptance_length_without_looping": (
             steady.mean_acceptance_length if steady.num_drafts else None
         ),
-        "looping_answers": sum(other.looping),
+        "looping_answers": sum(map(is_looping, first)),
         "share_of_steps_that_drafted": render.rate(total.num_drafts, total.num_steps),
         "same_output": not find_differences(plain, other),
         "stats": total.as_dict(),
     }
 
 
-def table_row(figures: dict[str, Any]) -> list[str]:
+def table_row(other: Contender, gain: Interval, plain: Contender) -> list[str]:
     """The columns of COLUMNS."""
-    k = figures["num_speculative_tokens"]
+    k, total = other.num_speculative_tokens, other.total()
     return [
-        figures["method"],
-        str(k) if k else "-",
-        f"{figures['tokens_per_second']:.1f}",
-        f"{figures['speedup']:.2f}x",
-        _length(figures["mean_acceptance_length"]),
-        _length(figures["mean_acceptance_length_without_looping"]),
-        f"{figures['share_of_steps_that_drafted']:.0%}" if k else "-",
-        "yes" if figures["same_output"] else "NO",
+        other.name,
+        _drafts_per_step(other),
+        figures.with_spread(median_interval([*other.speeds.values()])),
+        figures.factor_with_bounds(gain) if k else figures.NOTHING,
+        figures.length(total.mean_acceptance_length if total.num_drafts else None),
+        figures.share(render.rate(total.num_drafts, total.num_steps) if k else None),
+        "NO" if find_differences(plain, other) else "yes",
     ]
 
 
-def _length(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def _drafts_per_step(contender: Contender) -> str:
+    if contender.is_auto:
+        return f"auto ({contender.total().mean_draft_tokens:.1f})"
+    return str(contender.num_speculative_tokens or figures.NOTHING)
 
 
 def _named(token_id: int | None) -> str:

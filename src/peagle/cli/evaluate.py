@@ -14,6 +14,7 @@ from peagle.cli.flags import Json, expand_flags
 from peagle.cli.flags.answers import AnswerFlags, Limit, Split
 from peagle.cli.flags.engine import EngineFlags
 from peagle.cli.flags.sampling import MAX_TOKENS
+from peagle.config import MAX_DRAFT_NODES
 from peagle.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -36,12 +37,23 @@ def evaluate(
     ] = None,
     held_out_share: Annotated[
         float | None,
-        typer.Option(help="Only rows that training with this data.held_out_share left out."),
+        typer.Option(
+            help="Only rows that training with this data.held_out_share left out.", min=0, max=1
+        ),
     ] = None,
     split: Split = "train",
     limit: Limit = None,
     spec_tokens: Annotated[
-        int | None, typer.Option(help="The largest K; default: what the head was trained for.")
+        int | None,
+        typer.Option(help="The largest K; default: what the head was trained for.", min=1),
+    ] = None,
+    spec_nodes: Annotated[
+        int | None,
+        typer.Option(
+            help="Also as trees of 1 to N drafts, K of them behind each other at most.",
+            min=1,
+            max=MAX_DRAFT_NODES,
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens in an answer.")] = MAX_TOKENS,
     as_json: Json = False,
@@ -53,12 +65,19 @@ def evaluate(
         )
     from peagle.data.dataset import Dataset
     from peagle.data.prompts import read_prompts
-    from peagle.evaluate.offline import evaluate_pair, load_pair, own_answers
+    from peagle.evaluate.offline import (
+        evaluate_pair,
+        evaluate_pair_trees,
+        load_pair,
+        own_answers,
+    )
 
     found = read_prompts(prompts, split=split, limit=limit) if prompts else None
     dataset = Dataset(data) if data else None
     pair = load_pair(head, model, engine.config())
     k = pair.check_depth(spec_tokens)
+    if spec_nodes is not None:
+        pair.check_nodes(spec_nodes, k)
     with tempfile.TemporaryDirectory(prefix="peagle-evaluate-") as folder:
         if found is not None:
             render.note(f"{len(found.good)} prompts are answered")
@@ -70,6 +89,14 @@ def evaluate(
         params = _sampling_params(answers, dataset)
         rows = _rows(dataset, held_out_share, limit if data else None)
         results = evaluate_pair(pair, dataset, rows, k, params)
+        trees = None
+        if spec_nodes is not None:
+            if not params.greedy:
+                raise ConfigError(
+                    "trees are evaluated on greedy answers",
+                    hint="drop --spec-nodes or --temperature",
+                )
+            trees = evaluate_pair_trees(pair, dataset, rows, k, spec_nodes)
     document = {
         "head": head,
         "method": pair.network.config.method,
@@ -79,7 +106,13 @@ def evaluate(
         "rows": len(rows),
         "acceptance": {way: result.as_dict() for way, result in results.items()},
     }
-    _print_tables(results, sys.stderr if as_json else sys.stdout)
+    if pair.network.correction is not None and not params.greedy:
+        render.note("sampled drafts are evaluated without the head's correction")
+    out = sys.stderr if as_json else sys.stdout
+    _print_tables(results, out)
+    if trees is not None:
+        document["trees"] = trees.as_dict()
+        _print_trees(trees, k, out)
     if as_json:
         from peagle.provenance import provenance
 
@@ -109,6 +142,22 @@ def _rows(dataset: Dataset, held_out_share: float | None, limit: int | None) -> 
     return rows[:limit]
 
 
+def _print_trees(result: Evaluation, depth: int, file: Any) -> None:
+    sizes = [n for n in (1, 3, 7, 15, 31, 63) if n < result.max_tokens] + [result.max_tokens]
+    lengths = [
+        [
+            f"{name} ({result.num_documents[name]})",
+            *(f"{result.acceptance_length(n, name):.2f}" for n in sizes),
+        ]
+        for name in result.groups
+        if result.num_documents[name]
+    ]
+    titles = ("rows", *(f"N={n}" for n in sizes))
+    render.print_table(
+        f"mean acceptance length, trees of depth {depth}", titles, lengths, file=file
+    )
+
+
 def _print_tables(results: dict[str, Evaluation], file: Any) -> None:
     for way, result in results.items():
         k = result.max_tokens
@@ -123,9 +172,10 @@ def _print_tables(results: dict[str, Evaluation], file: Any) -> None:
         ]
         render.print_table(f"mean acceptance length, {way}", columns, lengths, file=file)
         everything = result.groups["all"][-1]
-        rates = [
-            ["accepted", *(f"{x:.2f}" for x in everything.per_position_acceptance)],
-            ["... if all before were", *(f"{x:.2f}" for x in everything.conditional_acceptance)],
-        ]
-        titles = ("draft", *(str(n) for n in range(1, len(rates[0]))))
-        render.print_table(f"per position at K={k}, {way}", titles, rates, file=file)
+        rates = {
+            "accepted": everything.per_position_acceptance,
+            "accepted, if all before it were": everything.conditional_acceptance,
+        }
+        rows = [[name, *(f"{x:.2f}" for x in values)] for name, values in rates.items()]
+        titles = ("draft", *(str(n) for n in range(1, len(rows[0]))))
+        render.print_table(f"per position at K={k}, {way}", titles, rows, file=file)

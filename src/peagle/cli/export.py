@@ -24,7 +24,7 @@ def export(
     ] = None,
     mask_token_id: Annotated[
         int | None,
-        typer.Option(help="Row of the mask embedding; default: an id that text never has."),
+        typer.Option(help="Row of the mask embedding; default: an id that text never has.", min=0),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a head in OUT.")] = False,
     as_json: Json = False,
@@ -35,13 +35,19 @@ def export(
     from peagle.checkpoints.heads.references import resolve_head
     from peagle.checkpoints.heads.vllm_layout import UNNAMED_TARGET
 
-    target = model or read_head_config(resolve_head(head)).target_model
+    named = read_head_config(resolve_head(head))
+    target = model or named.target_model
     if target == UNNAMED_TARGET:
         raise ConfigError(f"{head} does not say which target it is for", hint="add --model MODEL")
     export_head(head, target, out, to, mask_token_id=mask_token_id, force=force)
     config = read_head_config(out)
     mask = "" if config.mask_token_id is None else f", mask token {config.mask_token_id}"
     render.note(f"{out}: {config.method} head for {target} in the {to} layout{mask}")
+    if named.correction_size is not None:
+        render.note(
+            f"the correction stays behind, for the {to} layout has none: the tokens are the same, "
+            "fewer drafts are accepted"
+        )
     if as_json:
         document = {"path": str(out), "layout": to, "method": config.method, "target": target}
         render.print_json({**document, "mask_token_id": config.mask_token_id})

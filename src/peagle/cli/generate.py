@@ -6,13 +6,13 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from peagle.cli import engines, render
-from peagle.cli.flags import Json, Model, System, expand_flags
+from peagle.cli.flags import Json, Model, System, expand_flags, in_flags
 from peagle.cli.flags.drafter import DrafterFlags
 from peagle.cli.flags.engine import EngineFlags
 from peagle.cli.flags.sampling import SamplingFlags
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from peagle.backends.contract import Backend
     from peagle.outputs import CompletionOutput, Logprob, RequestOutput
 
+MOST_REPORTED = 20  # prompts that failed, on stderr
 LOWEST_LOGPROB = -9999.0  # for -inf, which JSON has no word for; vLLM writes the same
 
 
@@ -44,6 +45,8 @@ class BatchResult:
     prompts: list[NamedPrompt]
     results: list[RequestOutput]
     seconds: float
+    unfinished: list[NamedPrompt] = field(default_factory=list)
+    interruption: KeyboardInterrupt | None = None  # what left them so
 
     @property
     def num_tokens(self) -> int:
@@ -58,12 +61,13 @@ class BatchResult:
 
     @property
     def failures(self) -> list[Failure]:
-        return [
+        failed = [
             Failure(prompt.where, answer.error or "the engine gave no reason")
             for prompt, result in zip(self.prompts, self.results, strict=True)
             for answer in result.outputs
             if answer.finish_reason == "error"
         ]
+        return [*failed, *(Failure(prompt.where, "interrupted") for prompt in self.unfinished)]
 
 
 @expand_flags
@@ -119,6 +123,12 @@ def generate(
             _print_texts(run, headers=len(good) * n > 1)
         if run.results:
             render.note(render.stats_line(run.num_tokens, run.seconds, run.stats))
+        if run.interruption is not None:
+            raise run.interruption
+    elif as_json:
+        render.print_json(
+            {"model": model, "results": [], "errors": [failure._asdict() for failure in failures]}
+        )
     if failures:
         raise typer.Exit(2)
 
@@ -135,8 +145,11 @@ def _refuse_contradictions(
 
 
 def _report(failures: list[Failure]) -> None:
-    for failure in failures:
-        render.print_error(f"{failure.where}: {failure.message}", failure.hint)
+    for failure in failures[:MOST_REPORTED]:
+        hint = failure.hint and in_flags(failure.hint)
+        render.print_error(f"{failure.where}: {in_flags(failure.message)}", hint)
+    if len(failures) > MOST_REPORTED:
+        render.note(f"and {len(failures) - MOST_REPORTED} more; --json has them all")
 
 
 def _print_texts(run: BatchResult, *, headers: bool) -> None:
@@ -173,9 +186,23 @@ def prepare_jobs(
 
 
 def answer_all(llm: Backend, jobs: Sequence[Job], params: SamplingParams) -> BatchResult:
+    """Ctrl-C keeps what is finished."""
     start = time.perf_counter()
-    results = llm.generate([job.request for job in jobs], params) if jobs else []
-    return BatchResult([job.prompt for job in jobs], results, time.perf_counter() - start)
+    finished: dict[int, RequestOutput] = {}
+    interruption = None
+    try:
+        for index, result in llm.as_finished([job.request for job in jobs], params):
+            finished[index] = result
+    except KeyboardInterrupt as error:
+        interruption = error
+    done = sorted(finished)
+    return BatchResult(
+        [jobs[index].prompt for index in done],
+        [finished[index] for index in done],
+        time.perf_counter() - start,
+        [job.prompt for index, job in enumerate(jobs) if index not in finished],
+        interruption,
+    )
 
 
 def answer_streaming(llm: Backend, job: Job, params: SamplingParams) -> BatchResult:

@@ -8,7 +8,7 @@ from peagle.cli import engines, render
 from peagle.cli.flags import Json
 
 COLUMNS = ("head", "method", "target", "K", "folder")
-RELEASED_COLUMNS = ("model", "head", "K")
+RELEASED_COLUMNS = ("model", "K", "head")
 
 
 def heads(as_json: Json = False) -> None:
@@ -28,11 +28,11 @@ def heads(as_json: Json = False) -> None:
     _print("Released: peagle serve MODEL --backend vllm", RELEASED_COLUMNS, _released())
 
 
-def _released() -> list[tuple[str, str, int]]:
+def _released() -> list[tuple[str, int, str]]:
     from peagle.backends.vllm.released import released_models
 
     return [
-        (m.name, m.head if m.confirmed else f"{m.head} (not confirmed)", m.num_speculative_tokens)
+        (m.name, m.num_speculative_tokens, m.head if m.confirmed else f"{m.head} (not confirmed)")
         for m in released_models().values()
     ]
 

@@ -16,6 +16,7 @@ from peagle.cli import (
     capture,
     chat,
     demo,
+    deploy,
     doctor,
     env,
     evaluate,
@@ -29,14 +30,23 @@ from peagle.cli import (
     train,
     tune,
 )
+from peagle.cli.flags import in_flags
+from peagle.cli.help import Command, Group
 from peagle.cli.render import print_error
+from peagle.config import RANGES, expected_value
 from peagle.errors import PeagleError
+from peagle.files import refusal
 from peagle.log import setup_logging
+from peagle.processes import Terminated
 
-EXIT_OURS, EXIT_USER, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_OURS, EXIT_USER = 1, 2
+EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 130, 141, 143  # 128 + the signal's number
+VALUE_ERRORS = (*RANGES, "int_parsing", "float_parsing", "int_from_float")
+COMPLETION = "_PEAGLE_COMPLETE"  # set by the shell
 
 app = typer.Typer(
     name="peagle",
+    cls=Group,
     help="Lossless parallel speculative decoding: faster answers, the same tokens.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -53,10 +63,13 @@ app.command("tune")(tune.tune_command)
 app.command("simulate")(simulate.simulate_command)
 app.command("report")(report.report_command)
 app.command("serve")(serve.serve)
+app.add_typer(deploy.app, name="deploy")
 app.command("export")(export.export)
 app.command("doctor")(doctor.doctor)
 app.command("heads")(heads.heads)
 app.command("env")(env.env)
+for verb in (*app.registered_commands, *bench.app.registered_commands):
+    verb.cls = Command
 
 
 def _print_version(asked: bool) -> None:
@@ -88,25 +101,55 @@ def _before_every_verb(
 
 def main(args: list[str]) -> int:
     """Runs one command line and returns its exit code."""
+    if sys.stderr is None:  # `2>&-`
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is None:
+        return _failed(EXIT_USER, "stdout is closed", "redirect it to a file or to /dev/null")
     try:
-        code = typer.main.get_command(app).main(args, prog_name="peagle", standalone_mode=False)
+        code = _run(args)
         sys.stdout.flush()
     except PeagleError as error:
-        return _failed(EXIT_USER, error.message, error.hint)
+        verb = next((word for word in args if not word.startswith("-")), "")
+        words = str if verb == "train" else in_flags  # a recipe has keys
+        return _failed(EXIT_USER, words(error.message), error.hint and words(error.hint))
     except TyperException as error:
         return _failed(EXIT_USER, *_usage_error(error))
     except BrokenPipeError:
-        return _reader_went_away()
+        _drop_output()
+        return EXIT_BROKEN_PIPE
+    except OSError as error:  # of a file that no verb was prepared for, or of stdout
+        return _failed(EXIT_USER, *_refused(error))
+    except UnicodeEncodeError as error:
+        return _failed(EXIT_USER, *_not_encodable(error))
+    except Terminated:
+        return EXIT_TERMINATED
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except Exception as error:
+        if _is_lack_of_memory(error):
+            hint = "lower --max-num-seqs, --max-model-len or the sizes in the recipe"
+            return _failed(EXIT_USER, f"out of memory: {error}", hint)
         message = f"unexpected {type(error).__name__}: {error}"
         return _failed(EXIT_OURS, message, "PEAGLE_DEBUG=1 shows where; please report it")
-    return code if isinstance(code, int) else 0
+    return code
 
 
-def run() -> None:
-    sys.exit(main(sys.argv[1:]))
+def _run(args: list[str]) -> int:
+    """typer's own entry makes 1 of a closed pipe and Ctrl-C of SIGTERM; a shell's question which
+    words may follow is answered by it alone."""
+    command = typer.main.get_command(app)
+    if COMPLETION in os.environ:
+        command.main(args, prog_name="peagle", complete_var=COMPLETION)
+    try:
+        with command.make_context("peagle", args) as context:
+            command.invoke(context)
+    except typer.Exit as end:
+        return end.exit_code
+    except SystemExit as end:  # rich's answer to a closed pipe
+        if isinstance(end.__context__, BrokenPipeError):
+            raise end.__context__ from None
+        raise
+    return 0
 
 
 def _failed(code: int, message: str, hint: str | None) -> int:
@@ -121,11 +164,38 @@ def _usage_error(error: TyperException) -> tuple[str, str]:
     nearest = getattr(error, "possibilities", None)
     if nearest:
         return error.message, f"did you mean {nearest[0]}?"
+    parameter, errors = getattr(error, "param", None), getattr(error.__cause__, "errors", None)
+    wrong = errors()[0] if parameter and errors else {"type": None}  # pydantic's, of a value
+    if wrong["type"] in VALUE_ERRORS:
+        fault = "is out of range" if wrong["type"] in RANGES else "does not fit"
+        return f"{parameter.opts[0]} {wrong['input']} {fault}", f"use {expected_value(wrong)}"
     context = getattr(error, "ctx", None)
     return error.format_message(), f"see {context.command_path if context else 'peagle'} --help"
 
 
-def _reader_went_away() -> int:
-    # `peagle ... | head`: what is still buffered has nowhere to go, and Python would say so.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return EXIT_OURS
+def _refused(error: OSError) -> tuple[str, str]:
+    """Message and hint. If it was stdout, what is still buffered would fail again at the end."""
+    _drop_output()
+    reason, remedy = refusal(error)
+    return (f"{error.filename}: {reason}" if error.filename else f"cannot write: {reason}"), remedy
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    """Python's, a GPU's, or a plain RuntimeError of torch's allocator for CPUs."""
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or "can't allocate memory" in str(error)
+
+
+def _not_encodable(error: UnicodeEncodeError) -> tuple[str, str]:
+    text = ascii(error.object[error.start : error.end])
+    return f"{error.encoding} cannot express {text}", "set PYTHONIOENCODING=utf-8"
+
+
+def _drop_output() -> None:
+    """What cannot be written has nowhere to go, and Python would say so when it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(nowhere, stream.fileno())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import time
@@ -18,6 +17,7 @@ from peagle.cli.flags.drafter import DrafterFlags
 from peagle.cli.flags.engine import EngineFlags
 from peagle.cli.flags.vllm import BackendFlags
 from peagle.errors import ConfigError, DataError
+from peagle.files import held_folder
 
 if TYPE_CHECKING:
     from peagle.backends.vllm.options import VllmOptions
@@ -48,10 +48,11 @@ def prepare(
     limit: Limit = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens in an answer.")] = MAX_TOKENS,
     max_prompt_tokens: Annotated[
-        int | None, typer.Option(help="Skip longer prompts; default: all that fit the context.")
+        int | None,
+        typer.Option(help="Skip longer prompts; default: all that fit the context.", min=1),
     ] = None,
     cut_loops: Annotated[
-        int, typer.Option(help="Tokens kept after a loop begins; -1: all of it.")
+        int, typer.Option(help="Tokens kept after a loop begins; -1: all of it.", min=-1)
     ] = CUT_LOOPS,
     endpoint: Annotated[
         str | None,
@@ -63,7 +64,9 @@ def prepare(
     endpoint_key_env: Annotated[
         str | None, typer.Option(help="Environment variable with its API key.", metavar="VAR")
     ] = None,
-    concurrency: Annotated[int, typer.Option(help="Requests at once there.")] = CONCURRENCY,
+    concurrency: Annotated[
+        int, typer.Option(help="With --endpoint: requests at once.", min=1)
+    ] = CONCURRENCY,
     as_json: Json = False,
 ) -> None:
     """Make a training dataset: prompts, answered by the target itself."""
@@ -71,7 +74,7 @@ def prepare(
     from peagle.data.dataset import Dataset, DatasetWriter
     from peagle.data.prompts import read_prompts
     from peagle.data.summary import summarise
-    from peagle.prepare.preparation import ALL_ROWS, Preparation, reported_writes
+    from peagle.prepare.preparation import ALL_ROWS, Preparation
 
     # 1. Whatever can be wrong without the model is reported before it is loaded.
     spec = answers.spec(
@@ -84,19 +87,26 @@ def prepare(
     found = read_prompts(prompts, split=split, limit=limit)
     tokenizer = load_tokenizer(resolve_model(model))
     asking = spec.dialogue_options(tokenizer)
-    with reported_writes(out):
+    key = _key(endpoint_key_env)
+    with held_folder(out):
         writer = DatasetWriter(out, spec.record(tokenizer), rows_per_shard=ALL_ROWS)
 
-    # 2. Answers, from here or from there.
-    if endpoint is None and vllm is not None:
-        source = _vllm(model, engine, drafter, spec, vllm)
-    elif endpoint is None:
-        source = _embedded(model, engine, drafter, spec)
-    else:
-        key = _key(endpoint_key_env)
-        source = _endpoint(endpoint, endpoint_model or model, key, spec, concurrency)
-    run = Preparation(writer, source, asking, max_prompt_tokens, report=ProgressLine())
-    counts = run(found.good, found.bad)
+        # 2. Answers, from here or from there.
+        if endpoint is not None:
+            source = _endpoint(endpoint, endpoint_model or model, key, spec, concurrency)
+        elif vllm is not None:
+            source = _vllm(model, engine, drafter, spec, vllm)
+        else:
+            source = _embedded(model, engine, drafter, spec)
+        run = Preparation(writer, source, asking, max_prompt_tokens, report=ProgressLine())
+        try:
+            counts = run(found.good, found.bad)
+        except KeyboardInterrupt:
+            render.note(
+                f"interrupted: {out} keeps {writer.num_rows} rows; "
+                "give the same command again to go on"
+            )
+            raise
 
     # 3. What there is now, earlier runs included.
     if counts.failed:
@@ -150,8 +160,6 @@ def _embedded(
     from peagle.prepare.answers import EmbeddedAnswers
 
     llm = engines.build_llm(model, engine.config(), drafter.config())
-    gc.collect()
-    gc.freeze()  # or each full collection looks through all libraries again while the GPU waits
     return EmbeddedAnswers(llm.engine, spec.params)
 
 
@@ -181,8 +189,6 @@ def _endpoint(
     from peagle.http import Endpoint
     from peagle.prepare.endpoint import EndpointAnswers
 
-    if concurrency < 1:
-        raise ConfigError(f"--concurrency {concurrency} is out of range", hint="use >= 1")
     return EndpointAnswers(Endpoint(url, model, key, through_proxy=True), spec.params, concurrency)
 
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import gzip
 import sys
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from peagle.data.prompts import Message, find_prompt, numbered_lines, read_object, read_text
+from peagle.data.prompts import (
+    SUFFIXES,
+    Message,
+    find_prompt,
+    numbered_lines,
+    read_object,
+    read_text,
+)
 from peagle.errors import ConfigError, DataError
 
 STDIN = "-"
+ROLES = ("system", "developer", "user", "assistant", "tool")  # of the OpenAI API
 
 
 @dataclass(frozen=True)
@@ -43,12 +53,15 @@ def given_prompts(args: list[str], file: str | None) -> Given:
     if args and file is not None:
         raise ConfigError("PROMPT and --prompts-file were both given", hint="use one of the two")
     if file is not None:
-        return _parse_lines(_read(file), jsonl=Path(file).suffix == ".jsonl")
+        given = _parse_lines(_read(file), jsonl=file.endswith(SUFFIXES))
+        if not any(given):
+            raise ConfigError(f"--prompts-file {file} holds no prompt", hint="write one per line")
+        return given
     if not args:
         raise ConfigError(
             "no prompt was given", hint="add one in quotes, or --prompts-file FILE ('-': stdin)"
         )
-    given: Given = ([], [])
+    given = ([], [])
     for number, text in enumerate(args, 1):
         _add(given, f"prompt {number}", text.encode("utf-8", "surrogateescape"), jsonl=False)
     return given
@@ -65,11 +78,16 @@ def _parse_lines(data: bytes, *, jsonl: bool) -> Given:
 
 def _read(file: str) -> bytes:
     try:
-        return sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()
-    except OSError as error:
+        data = sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()
+        data = gzip.decompress(data) if file.endswith(".gz") else data
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
-            f"cannot read --prompts-file {file}: {error.strerror}", hint="check the path"
+            f"cannot read --prompts-file {file}: {reason}", hint="check the path"
         ) from None
+    if b"\0" in data:
+        raise ConfigError(f"--prompts-file {file} is not a text file", hint="one prompt per line")
+    return data
 
 
 def _add(given: Given, where: str, line: bytes, *, jsonl: bool) -> None:
@@ -98,3 +116,5 @@ def _refuse_empty(content: str | list[Message]) -> None:
             raise DataError(
                 "a message has no role or no content", hint='use {"role": "user", "content": "..."}'
             )
+        if message["role"] not in ROLES:
+            raise DataError(f"role {message['role']!r} is not one of {', '.join(ROLES)}")

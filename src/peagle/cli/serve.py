@@ -7,12 +7,12 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from peagle.cli import render
-from peagle.cli.flags import expand_flags, parse_json_object
+from peagle.cli.flags import expand_flags
 from peagle.cli.flags.drafter import DrafterFlags
 from peagle.cli.flags.vllm import OPTIONS, VllmFlags
 from peagle.errors import ConfigError
@@ -54,7 +54,9 @@ def serve(
         Literal["embedded", "vllm"], typer.Option(help="Which engine serves.")
     ] = "embedded",
     host: Annotated[str | None, typer.Option(help="Address; vLLM's default: all.")] = None,
-    port: Annotated[int | None, typer.Option(help=f"Default: {VLLM_PORT}.")] = None,
+    port: Annotated[
+        int | None, typer.Option(help=f"Default: {VLLM_PORT}.", min=1, max=65535)
+    ] = None,
     print_command: Annotated[
         bool, typer.Option("--print-command", help="Show the `vllm serve` line and exit.")
     ] = False,
@@ -66,7 +68,7 @@ def serve(
 
     command = build_command(
         model,
-        drafter=_asked_drafter(drafter),
+        drafter=drafter.given(),
         options=vllm.options(),
         extra=[*_address_words(host, port), *_checked_words(vllm_arguments or [])],
         fetch=not print_command,
@@ -78,24 +80,6 @@ def serve(
         _print(command)
     else:
         _run(command, host, VLLM_PORT if port is None else port)
-
-
-def _asked_drafter(flags: DrafterFlags) -> dict[str, Any]:
-    """The keys that were given. Unlike the embedded engine's, vLLM's own keys go through."""
-    given = {
-        "method": flags.spec_method,
-        "model": flags.spec_model,
-        "num_speculative_tokens": flags.spec_tokens,
-        "num_draft_nodes": flags.spec_nodes,
-    }
-    named = {key: value for key, value in given.items() if value is not None}
-    if flags.speculative_config is None:
-        return named
-    if named:
-        raise ConfigError(
-            "--speculative-config and --spec-* were both given", hint="use one of the two"
-        )
-    return parse_json_object("--speculative-config", flags.speculative_config)
 
 
 def _address_words(host: str | None, port: int | None) -> list[str]:

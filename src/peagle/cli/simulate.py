@@ -11,6 +11,7 @@ from typing import IO, Annotated, Any
 import typer
 
 from peagle.bench.results.document import RESULTS, from_json, load_results
+from peagle.bench.results.figures import length, quantity, times
 from peagle.bench.results.settings import full_name
 from peagle.bench.simulate.acceptance import Profile, read_profiles
 from peagle.bench.simulate.predict import (
@@ -118,30 +119,26 @@ def _print(predictions: list[Prediction], notes: list[str], file: IO[str]) -> No
     for note in notes:
         file.write(f"{note}\n")
     columns = (
-        "method, concurrency",
-        "K",
-        "none tok/s",
-        "tok/s",
-        "gain",
-        "tokens/step",
-        "break-even",
+        *("method, concurrency", "K", "tokens/s", "none", "gain"),
+        *("tokens per step", "break-even"),
     )
     rows = [
         [
             f"{p.method}, {p.concurrency}",
             str(p.num_speculative_tokens),
-            f"{p.plain_otps:,.0f}",
-            f"{p.otps:,.0f}",
-            f"{p.gain:.2f}x",
-            f"{p.acceptance_length:.2f}",
-            f"{p.break_even_length:.2f}",
+            quantity(p.otps),
+            quantity(p.plain_otps),
+            times(p.gain),
+            length(p.acceptance_length),
+            length(p.break_even_length),
         ]
         for p in predictions
     ]
-    render.print_table("predicted output tokens per second", columns, rows, file=file)
+    title = "predicted output tokens per second"
+    render.print_table(title, columns, rows, names=2, file=file)
     for concurrency, best in best_by_concurrency(predictions).items():
         words = f"{best.method}, K = {best.num_speculative_tokens}" if best else "no speculation"
-        gain = f", {best.gain:.2f}x" if best else ""
+        gain = f", {times(best.gain)}" if best else ""
         file.write(f"best at concurrency {concurrency}: {words}{gain}\n")
 
 
@@ -155,18 +152,18 @@ def _document(predictions: list[Prediction]) -> dict[str, Any]:
 
 def _validated(path: Path, file: IO[str]) -> dict[str, Any]:
     validation = validate(load_results(path))
-    columns = ("workload, concurrency", "setting", "measured tok/s", "own", "left out")
+    columns = ("workload, concurrency", "setting", "measured tokens/s", "own", "left out")
     rows = [
         [
             f"{c.workload}, {c.concurrency}",
             full_name(c.setting),
-            f"{c.measured_otps:.1f}",
+            quantity(c.measured_otps),
             f"{c.own / c.measured_otps - 1:+.1%}",
             "-" if c.left_out is None else f"{c.left_out / c.measured_otps - 1:+.1%}",
         ]
         for c in validation.cells
     ]
-    render.print_table("prediction against measurement", columns, rows, file=file)
+    render.print_table("prediction against measurement", columns, rows, names=2, file=file)
     file.write(f"own step times and acceptance: {_error(validation.own)}\n")
     if validation.left_out:
         file.write(f"from neighbours alone: {_error(validation.left_out)}\n")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from peagle.cli import render
+from peagle.files import held_folder
 
 if TYPE_CHECKING:
     from peagle.train.memory import Footprint
@@ -24,7 +26,10 @@ def train(
         typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the recipe."),
     ] = None,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the complete recipe and exit.")
+        bool,
+        typer.Option(
+            "--print-config", help="Print every key with its value and meaning, as YAML, and exit."
+        ),
     ] = False,
     dry_run: Annotated[
         bool,
@@ -50,7 +55,9 @@ def train(
 
     chosen = load_recipe(recipe, overrides or [])
     if print_config:
-        render.print_json(chosen.as_dict())
+        from peagle.train.recipe_yaml import commented_yaml
+
+        render.write(commented_yaml(chosen))
         return
     if vllm_command:
         from peagle.train.features.vllm_server import shell_command
@@ -67,10 +74,32 @@ def train(
 
 def _train(recipe: Recipe, *, resume: bool) -> dict[str, Any]:
     from peagle.train.loop import TrainingRun
+    from peagle.train.run_folder import check_start
     from peagle.train.setup import build
 
-    progress = TrainingRun(build(recipe), resume=resume, report=render.note)()
-    return {"head": str(Path(recipe.run.folder) / "head"), **progress._asdict()}
+    folder = Path(recipe.run.folder)
+    check_start(recipe, resume=resume)  # before seconds are spent on loading
+    with held_folder(folder) if _is_first_process() else nullcontext():
+        run = TrainingRun(build(recipe), resume=resume, report=render.note)
+        try:
+            progress = run()
+        except KeyboardInterrupt:
+            if _is_first_process():
+                render.note(f"interrupted: {_how_to_go_on(folder, run.saved_step)}")
+            raise
+    evaluated = progress.best_step >= 0
+    return {
+        "head": str(folder / "head"),
+        **progress._asdict(),
+        "best": progress.best if evaluated else None,
+        "best_step": progress.best_step if evaluated else None,
+    }
+
+
+def _how_to_go_on(folder: Path, step: int) -> str:
+    if not step:
+        return f"no step is saved in {folder}; give the same command to start again"
+    return f"{folder} keeps step {step}; give the same command with --resume to go on"
 
 
 def _dry_run(recipe: Recipe, num_gpus: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,12 +18,14 @@ from peagle.bench.analysis.tune import (
     Cost,
     Tuning,
     cost_of,
-    gain_in_words,
     peagle_config,
     tune,
     vllm_config,
 )
+from peagle.bench.report.verdict import lossless_verdict
 from peagle.bench.results.document import Results, load_results
+from peagle.bench.results.figures import NOTHING, count, factor_with_bounds, quantity, with_spread
+from peagle.bench.results.settings import trees_in_words
 from peagle.cli import render
 from peagle.cli.flags import Json
 from peagle.errors import ConfigError
@@ -56,7 +59,7 @@ def tune_command(
         ("--tokens-per-second", tokens_per_second),
         ("--gpus", gpus),
     ):
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{flag} {value:g} is out of range", hint="use a number above 0")
     results = load_results(path)
     tuning = tune(results)
@@ -74,7 +77,7 @@ def _costs(
 ) -> tuple[Cost, Cost]:
     """The cost of what is advised, and that of no speculation."""
     pair = [
-        cost_of(choice.otps.mean, num_gpus=gpus, gpu_dollars_per_hour=dollars, wanted_otps=wanted)
+        cost_of(choice.otps.value, num_gpus=gpus, gpu_dollars_per_hour=dollars, wanted_otps=wanted)
         for choice in (advice.best, advice.plain)
     ]
     return pair[0], pair[1]
@@ -100,6 +103,7 @@ def _advice_document(advice: Advice) -> dict[str, Any]:
         "method": advice.best.setting.method,
         "num_speculative_tokens": advice.best.setting.num_speculative_tokens,
         "num_draft_nodes": advice.best.setting.num_draft_nodes,
+        "is_auto": advice.best.setting.is_auto,
         "otps": asdict(advice.best.otps),
         "gain": asdict(advice.best.gain),
         "acceptance_length": advice.best.acceptance_length,
@@ -123,22 +127,19 @@ def print_tuning(
     off = [a for a in tuning.by_load if a.off]
     lines = [f"off at load {a.load}: {a.why}" for a in off]
     if results.lossless is not None and results.lossless.different:
-        lossless = results.lossless
-        lines.append(
-            f"note: {lossless.different} of {lossless.compared} answers differ from none's; "
-            "peagle report shows where"
-        )
-    _print_lines([*lines, *(f"note: {note}" for note in tuning.notes)], file)
+        equality = lossless_verdict(results.lossless, results.manifest.dtype)
+        lines.append(f"note: {equality} peagle report shows where")
+    notes = [*tuning.notes, trees_in_words(results.cells)]
+    _print_lines([*lines, *(f"note: {note}" for note in notes if note)], file)
 
 
 def _advice_row(advice: Advice) -> list[str]:
-    tied = [c.name for c in advice.tied if c.setting != advice.best.setting]
     return [
         f"{advice.workload}, {advice.load}",
         advice.best.name if not advice.off else "none (off)",
-        f"{advice.best.otps.mean:.1f}",
-        "-" if advice.off else gain_in_words(advice.best.gain),
-        "; ".join(tied) or "-",
+        with_spread(advice.best.otps),
+        NOTHING if advice.off else factor_with_bounds(advice.best.gain),
+        advice.tied_names or NOTHING,
     ]
 
 
@@ -151,31 +152,34 @@ def _print_costs(
     rows = []
     for advice in by_load:
         best, plain = costs[advice.load]
-        rows.append([advice.load, *_cost_columns(best), *_cost_columns(plain)])
-    columns = ("load", "tokens per $", "$ per 1M", "GPUs", "none: tokens per $", "$ per 1M", "GPUs")
-    render.print_table("cost, all workloads", columns, rows, file=file)
+        rows.append([advice.load, advice.best.name, *_cost_columns(best)])
+        if not advice.off:
+            rows.append([advice.load, advice.plain.name, *_cost_columns(plain)])
+    columns = ("load", "run", "tokens per $", "$ per 1M tokens", "GPUs")
+    render.print_table("cost, all workloads", columns, rows, names=2, file=file)
 
 
 def _cost_columns(cost: Cost) -> list[str]:
     per_dollar, per_million = cost.tokens_per_dollar, cost.dollars_per_million_tokens
     return [
-        "-" if per_dollar is None else f"{per_dollar:,.0f}",
-        "-" if per_million is None else f"{per_million:.3f}",
-        "-" if cost.gpus_for_wanted_rate is None else str(cost.gpus_for_wanted_rate),
+        NOTHING if per_dollar is None else quantity(per_dollar),
+        NOTHING if per_million is None else quantity(per_million),
+        NOTHING if cost.gpus_for_wanted_rate is None else count(cost.gpus_for_wanted_rate),
     ]
 
 
 def _config_lines(advice: Advice) -> list[str]:
     setting = advice.best.setting
     if advice.off:
-        return [f"overall: no speculation ({advice.why}); leave --speculative-config away"]
+        return [f"overall: no speculation ({advice.why}): leave out --speculative-config"]
     lines = [
         f"overall: {advice.best.name}, {advice.why}",
         f"peagle: --speculative-config '{json.dumps(peagle_config(setting))}'",
     ]
     on_vllm = vllm_config(setting)
     if on_vllm is None:
-        return [*lines, "vLLM:   drafts no trees; measure without --spec-nodes for it"]
+        instead = "with --speculation fixed" if setting.is_auto else "without --spec-nodes"
+        return [*lines, f"vLLM:   drafts no trees; measure {instead} for it"]
     lines.append(f"vLLM:   --speculative-config '{json.dumps(on_vllm)}'")
     return [*lines, f"note: {NATIVE_NOTE}"] if setting.head else lines
 

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
+from peagle.config import changed_values
 from peagle.errors import DataError
-from peagle.files import atomic_file, write_json
+from peagle.files import check_readable, refusal, write_atomic, write_json
 
 FORMAT = "peagle-dataset-1"
 MANIFEST = "manifest.json"
@@ -62,11 +63,18 @@ class DatasetWriter:
             return {"format": FORMAT, "made_by": made_by, "shards": []}
         manifest = read_manifest(self.folder)
         if manifest["made_by"] != made_by:
+            changes = changed_values(manifest["made_by"], made_by).items()
+            which = "; ".join(f"{name}: {change}" for name, change in changes)
             raise DataError(
-                f"{self.folder} was prepared with other options",
-                hint="prepare into a new folder, or repeat the options in its manifest.json",
+                f"{self.folder} was prepared with other options: {which}",
+                hint="prepare into a new folder, or repeat its options",
             )
         return manifest
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are safe on disk."""
+        return int(totals(self._manifest["shards"])["rows"])
 
     def row_ids(self) -> set[str]:
         """Rows that are already safe on disk: a resumed run skips them."""
@@ -93,8 +101,7 @@ class DatasetWriter:
             return
         name = f"shard-{len(self._manifest['shards']):05d}"
         tensors = _join(self._pending)
-        with atomic_file(self.folder / f"{name}.safetensors") as temporary:
-            save_file(tensors, temporary)
+        write_atomic(self.folder / f"{name}.safetensors", save(tensors))
         rows = [
             {"id": r.id, "category": r.category, "clipped": r.clipped, "looping": r.looping}
             for r in self._pending
@@ -127,6 +134,7 @@ class Dataset:
         self.folder = folder
         self.max_length = max_length
         self.manifest = read_manifest(folder)
+        self._made_by = [read_manifest(f)["made_by"] for f in (folder, *more)]
         places = [(f, s) for f in (folder, *more) for s in _shards_of(f)]
         shards = [shard for _, shard in places]
         self.info = [row for f, s in places for row in _read_rows(f, s["name"])]
@@ -156,6 +164,15 @@ class Dataset:
             **self.info[index],
         )
 
+    def identity(self) -> dict[str, Any]:
+        """What tells whether two datasets hold the same rows, wherever they lie."""
+        content = json.dumps([self._made_by, [row["id"] for row in self.info]], sort_keys=True)
+        return {
+            "rows": len(self),
+            "tokens": int(self.lengths.sum()),
+            "sha256": hashlib.sha256(content.encode()).hexdigest()[:16],
+        }
+
     def split(self, held_out_share: float) -> tuple[list[int], list[int]]:
         """Row indices to train on and to hold out. A row's side depends on its id alone."""
         held_out = [_fraction(row["id"]) < held_out_share for row in self.info]
@@ -171,6 +188,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{folder} is not a prepared dataset: it has no {MANIFEST}", hint="run `peagle prepare`"
         ) from None
+    except OSError as error:
+        reason, remedy = refusal(error)
+        raise DataError(f"{path} cannot be read: {reason}", hint=remedy) from None
     except ValueError as error:
         raise DataError(f"{path} is not valid JSON: {error}") from None
     if manifest.get("format") != FORMAT:
@@ -214,12 +234,16 @@ def _read_rows(folder: Path, name: str) -> list[dict[str, Any]]:
 def _read_shard(folder: Path, entry: Mapping[str, Any]) -> dict[str, Tensor]:
     path = folder / f"{entry['name']}.safetensors"
     try:
+        check_readable(path)
         with safe_open(path, framework="pt") as file:
             tensors = {
                 name: file.get_tensor(name) for name in ("token_ids", "loss_mask", "offsets")
             }
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
+    except OSError as error:
+        reason, remedy = refusal(error)
+        raise DataError(f"{path} cannot be read: {reason}", hint=remedy) from None
+    except SafetensorError as error:
+        raise DataError(f"{path} is damaged: {error}", hint="prepare it again") from None
     sizes = (len(tensors["offsets"]) - 1, len(tensors["token_ids"]), len(tensors["loss_mask"]))
     if sizes != (entry["rows"], entry["tokens"], entry["tokens"]):
         raise DataError(

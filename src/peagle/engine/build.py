@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.engine.blocks import BlockAllocator, BlockTable
-from peagle.engine.kv_cache import PagedKVCache, target_layout
+from peagle.engine.host_batch import Column
+from peagle.engine.kv_cache import PagedKVCache
 from peagle.engine.row_layouts import ExactLayout, PaddedLayout, PagedModel, RowLayout
-from peagle.engine.runner import Runner
+from peagle.engine.runner import BATCH_SIZES, Runner, padded
 from peagle.engine.step import Drafting, StepModels
 from peagle.kernels.device_batch import make_device_batch
 from peagle.kernels.step_ops import step_ops
 from peagle.models.drafter import CacheLayout, Drafter, HostDrafter, NetworkDrafter
 from peagle.models.target import TargetModel
+from peagle.speculation.budget import DraftBudget
 
 if TYPE_CHECKING:
     from peagle.engine.engine import Speculation
+
+# Rows that take as long as all else in a step, where nothing has been measured yet: a GPU reads
+# weights for as long as it computes a few hundred of them.
+FREE_ROWS = {"cuda": 256.0, "cpu": 24.0}
 
 
 def host_drafter(drafter: Drafter | None) -> HostDrafter | None:
@@ -44,6 +55,7 @@ def make_runner(
         weight.device,
         draft_probs_shape(speculation, target),
         has_trees=speculation is not None and speculation.num_draft_nodes is not None,
+        keeps_scores=speculation is not None and speculation.is_auto and not static,
     )
     tables: list[BlockTable | None] = [None] * max_num_seqs
     layout: RowLayout = ExactLayout(tables)
@@ -61,11 +73,36 @@ def make_runner(
         reach = drafter.max_positions
     if drafter is not None and drafter.cache_layout is not None:
         drafting = Drafting(cast(NetworkDrafter, drafter), paged(drafter.cache_layout, reach))
-    model = paged(target_layout(target), target.config.max_position_embeddings)
+    model = paged(target.cache_layout, target.config.max_position_embeddings)
     models = StepModels(
         target, model, drafting, reach + 1, state, ops, layout, allocator.block_size
     )
     return Runner(models, tables, static=static)
+
+
+def make_budget(
+    speculation: Speculation | None, runner: Runner, max_rows: int
+) -> DraftBudget | None:
+    """None where every step verifies as many drafts as requests ask for."""
+    if speculation is None or not speculation.is_auto:
+        return None
+    state = runner.models.state
+
+    def scores(slots: Column) -> NDArray[np.float64]:
+        assert state.draft_scores is not None
+        places = torch.from_numpy(slots)
+        own = state.draft_scores[places].double()
+        is_there = torch.arange(own.shape[1]) < state.num_drafts[places, None]
+        return own.masked_fill(~is_there, -torch.inf).numpy()
+
+    return DraftBudget(
+        speculation.num_speculative_tokens,
+        speculation.num_draft_nodes,
+        free_rows=FREE_ROWS["cuda" if runner.device.type == "cuda" else "cpu"],
+        max_rows=max_rows,
+        pad=partial(padded, sizes=BATCH_SIZES) if runner.static else None,
+        scores=scores if state.draft_scores is not None and state.trees is not None else None,
+    )
 
 
 def _max_drafts(speculation: Speculation | None) -> int:

@@ -60,13 +60,16 @@ class Clock:
         self._totals = totals
         self._last_ended: Mark | None = None  # of the step read last, while requests are running
 
-    def count(self, marks: StepMarks, num_requests: int) -> None:
-        """A step that has ended, before its requests are told: one that ends has its part."""
+    def count(self, marks: StepMarks, num_requests: int) -> float:
+        """A step that has ended, before its requests are told: one that ends has its part.
+        -> seconds that it took, the host's work before it included, unless that was unusual."""
         begun, verified, ended = marks
         idle = 0.0 if self._last_ended is None else max(begun.since(self._last_ended), 0.0)
         draft = 0.0 if verified is None else ended.since(verified)
+        busy = ended.since(begun)
         self._last_ended = ended
-        self._add(Shares(draft, ended.since(begun) - draft, idle), num_requests)
+        self._add(Shares(draft, busy - draft, idle), num_requests)
+        return busy + min(idle, busy)
 
     def count_draft(self, seconds: float, num_requests: int) -> None:
         """What a drafter took on the host, between two steps."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from peagle.config import MAX_DRAFT_NODES, EngineConfig, Verification
 from peagle.engine.adjust import needs_adjustment
-from peagle.engine.build import draft_probs_shape, host_drafter, make_runner
+from peagle.engine.build import draft_probs_shape, host_drafter, make_budget, make_runner
 from peagle.engine.clock import Clock
 from peagle.engine.grammar import Grammar
 from peagle.engine.host_batch import Column
@@ -33,6 +33,7 @@ from peagle.kernels.device_batch import HEADER
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
+from peagle.speculation.budget import DraftChoice, Outcomes
 from peagle.speculation.statistics import SpecDecodeStats
 from peagle.speculation.trees import BEAM, num_candidates
 
@@ -45,11 +46,17 @@ class Speculation:
     num_speculative_tokens: int
     verification: Verification = "coupled"
     num_draft_nodes: int | None = None  # drafts are trees of so many tokens; None: chains
+    is_auto: bool = False  # these are upper limits, and each step verifies as many as pay
 
     def __post_init__(self) -> None:
         check_depth(self.num_speculative_tokens, self.drafter)
         if self.num_draft_nodes is not None:
             self._check_tree(self.num_draft_nodes)
+        if self.is_auto and self.verification == "rejection":
+            raise ConfigError(
+                "speculation auto verifies by coupling, not by rejection",
+                hint="use speculation fixed, or verification coupled",
+            )
 
     @property
     def cache_slack(self) -> int:
@@ -92,6 +99,8 @@ class InFlight(NamedTuple):
     serials: Column
     num_requests: int  # that were running
     host: HostSampling | None
+    drafts: DraftChoice | None
+    is_alone: bool = False  # nothing ran beside it, neither prompt rows nor a step of the host's
 
 
 class Engine:
@@ -118,12 +127,15 @@ class Engine:
         self.max_model_len = _max_model_len(target, config)
         self.stats = SpecDecodeStats()
         self._seeds = random.Random(config.seed)
-        on_gpu = target.embed_tokens.weight.is_cuda
+        on_gpu = target.embed_tokens.weight.is_cuda and target.captures
         drafter = speculation.drafter if speculation else None
         self._host_drafter = host_drafter(drafter)
         probs_shape = draft_probs_shape(speculation, target)
         cache_len = self.max_model_len + (speculation.cache_slack if speculation else 0)
         num_nodes = speculation.num_draft_nodes if speculation else None
+        if num_nodes is not None and speculation is not None and speculation.is_auto:
+            fitting = config.max_num_batched_tokens // config.max_num_seqs - 1
+            num_nodes = min(num_nodes, max(fitting, 1))  # the budget keeps to the step's rows
         self.allocator = make_allocator(target, drafter, config, cache_len, probs_shape, num_nodes)
         self.runner = make_runner(
             target,
@@ -135,6 +147,7 @@ class Engine:
             static=on_gpu if static_shapes is None else static_shapes,
         )
         self.clock = Clock(self.stats)
+        self.budget = make_budget(speculation, self.runner, config.max_num_batched_tokens)
         self.scheduler = Scheduler(
             self.allocator,
             config.max_num_seqs,
@@ -142,6 +155,7 @@ class Engine:
             self.runner.models.state.drafts.shape[1],
             self.eos_token_ids,
             self.clock,
+            self.budget,
             prefix_caching=config.enable_prefix_caching,
             max_draft_tokens=self.runner.max_draft_tokens,
         )
@@ -177,6 +191,11 @@ class Engine:
         the others'."""
         chunks = schedule.chunks
         needs_host = self.scheduler.batch.needs_host[schedule.slots] > 0
+        drafts, own_drafts = schedule.drafts, None
+        if drafts is not None:
+            self._count_choice(schedule.slots[: len(drafts.caps)], drafts)
+            own_drafts = drafts.part(needs_host[: len(drafts.caps)])
+            drafts = drafts.part(~needs_host[: len(drafts.caps)])
         if needs_host.any():
             slots, caps = schedule.slots[needs_host], schedule.caps[needs_host]
             own = set(slots.tolist())  # a prompt that goes on needs nothing of the host
@@ -184,14 +203,18 @@ class Engine:
             requests = [self.scheduler.running[n].request for n in slots.tolist()]
             if self._verification == "coupled":
                 caps = self.runner.cut_drafts(slots.tolist(), requests, caps)
-            self._in_flight.append(self._run(slots, caps, hosts, HostSampling(requests)))
+            step = self._run(slots, caps, hosts, own_drafts, HostSampling(requests))
+            is_alone = bool(needs_host.all()) and not chunks
+            self._in_flight.append(step._replace(is_alone=is_alone))
             schedule = schedule._replace(
                 slots=schedule.slots[~needs_host],
                 caps=schedule.caps[~needs_host],
                 chunks=[c for c in chunks if c not in hosts],
             )
         if schedule:
-            self._in_flight.append(self._run(schedule.slots, schedule.caps, schedule.chunks))
+            step = self._run(schedule.slots, schedule.caps, schedule.chunks, drafts)
+            is_alone = not (schedule.chunks or needs_host.any())
+            self._in_flight.append(step._replace(is_alone=is_alone))
         self.scheduler.launched(chunks)
 
     def _run(
@@ -199,39 +222,53 @@ class Engine:
         indices: Column,
         caps: Column,
         chunks: Sequence[Chunk],
+        drafts: DraftChoice | None,
         host: HostSampling | None = None,
     ) -> InFlight:
         batch = self.scheduler.batch
         prompts = np.array([c.slot.index for c in chunks], dtype=np.int64)
-        per_step = batch.per_step[np.concatenate((indices, prompts))]
         reach = int(batch.reach(indices).max(initial=1))
         sampling = SAMPLINGS[batch.sampling[indices].max(initial=0)]
         shape = StepShape(
             batch=len(indices),
-            depth=int(per_step.max()) - 1,
-            num_nodes=self._num_nodes(np.concatenate((indices, prompts))),
+            depth=0,
             sampling=sampling,
             by_rejection=self._verification == "rejection" and sampling != "greedy",
             num_splits=self.runner.num_splits(len(indices), reach),
         )
+        shape = self._with_drafts(shape, np.concatenate((indices, prompts)), drafts)
         report = self.runner.run(shape, indices.tolist(), caps.tolist(), chunks, host)
         batch.in_flight[indices] += 1
         slots = [self.scheduler.running[n] for n in indices.tolist()]
         num_running = len(self.scheduler.running)
-        return InFlight(report, slots, indices, batch.serials[indices], num_running, host)
+        serials = batch.serials[indices]
+        return InFlight(report, slots, indices, serials, num_running, host, drafts)
 
-    def _num_nodes(self, slots: Column) -> int | None:
-        """Of the largest tree; None where drafts are chains."""
-        if self.speculation is None or self.speculation.num_draft_nodes is None:
-            return None
-        return int(self.scheduler.batch.num_rows[slots].max()) - 1
+    def _with_drafts(
+        self, shape: StepShape, slots: Column, drafts: DraftChoice | None
+    ) -> StepShape:
+        """As deep and as large as the largest of these slots, unless fewer drafts were chosen."""
+        batch, is_tree = self.scheduler.batch, self._has_trees
+        depth, nodes = int(batch.per_step[slots].max()) - 1, int(batch.num_rows[slots].max()) - 1
+        feeds = False
+        if drafts is not None:
+            feeds = depth > 0 and drafts.depth == 0
+            depth, nodes = min(depth, drafts.depth), min(nodes, drafts.num_drafts)
+        return shape._replace(
+            depth=depth, num_nodes=nodes if is_tree and not feeds else None, feeds=feeds
+        )
+
+    @property
+    def _has_trees(self) -> bool:
+        return self.speculation is not None and self.speculation.num_draft_nodes is not None
 
     def _collect(self, step: InFlight) -> list[NewTokens]:
         """Waits for the step, if it must, and commits what it gave. The host has a few
         microseconds for each request: those to which nothing special happens are counted as
         arrays."""
         rows = step.report.rows()[: len(step.slots)]
-        self.clock.count(step.report.marks, step.num_requests)
+        seconds = self.clock.count(step.report.marks, step.num_requests)
+        self._learn(step, rows, seconds)
         indices, (num_new, num_drafts), batch = step.indices, rows[:, :2].T, self.scheduler.batch
         is_open = batch.serials[indices] == step.serials
         batch.in_flight[indices[is_open]] -= 1
@@ -252,6 +289,33 @@ class Engine:
         if self._host_drafter is not None:
             self._draft_on_host([s for s in step.slots if not s.closed])
         return news
+
+    def _count_choice(self, slots: Column, drafts: DraftChoice) -> None:
+        batch = self.scheduler.batch
+        most = batch.num_rows[slots] - 1
+        batch.offered[slots] += most
+        batch.expected[slots] += drafts.expected
+        self.stats.num_offered_tokens += int(most.sum())
+        self.stats.num_expected_tokens += float(drafts.expected.sum())
+
+    def _learn(self, step: InFlight, rows: NDArray[np.int64], seconds: float) -> None:
+        """What the drafts of a step were worth, and what it cost."""
+        drafts = step.drafts
+        if self.budget is None or drafts is None:
+            return
+        rows = rows[: len(drafts.caps)]  # behind them: requests that came with their prompts
+        num_new = rows[:, 0]
+        num_drafts = np.where(num_new > 0, rows[:, 1], 0)  # 0: it had ended
+        outcomes = Outcomes(num_drafts, self._paths(rows, np.maximum(num_new - 1, 0)))
+        is_alone = step.is_alone and len(step.slots) == len(rows)
+        self.budget.observe(drafts, outcomes, seconds if is_alone else None)
+
+    def _paths(self, rows: NDArray[np.int64], num_accepted: Column) -> NDArray[np.int64]:
+        """Which drafts were accepted, counted from 1; 0 behind them."""
+        width = (rows.shape[1] - HEADER) // 2 if self._has_trees else rows.shape[1] - HEADER - 1
+        depth = np.arange(width)
+        paths = rows[:, rows.shape[1] - width :] if self._has_trees else depth + 1
+        return np.where(depth < num_accepted[:, None], paths, 0)
 
     def _continues(self, indices: Column, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Where tokens came, none of them may end the request, and its limit is not reached."""
@@ -367,7 +431,7 @@ class Engine:
             seed=self._seeds.getrandbits(63) if seed is None else seed,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             num_speculative_tokens=depth,
-            num_draft_nodes=self._num_draft_nodes(depth),
+            num_draft_nodes=self._num_draft_nodes(params, depth),
             stop_token_ids=frozenset(ends),
             bad_word_ids=tuple(tuple(word) for word in bad_word_ids),
             grammar=grammar,
@@ -394,14 +458,20 @@ class Engine:
     @torch.inference_mode()
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Captures the CUDA graphs of common steps now rather than when each is first met."""
-        drafts = StepShape(batch=1, depth=0, sampling="greedy")
-        if self.speculation is not None:
-            depth, num_nodes = (
-                self.speculation.num_speculative_tokens,
-                self.speculation.num_draft_nodes,
-            )
-            drafts = drafts._replace(depth=depth, num_nodes=num_nodes)
-        self.runner.warm_up(drafts, self.scheduler.max_num_batched_tokens, progress)
+        self.runner.warm_up(self._common_drafts, self.scheduler.max_num_batched_tokens, progress)
+
+    def _common_drafts(self, batch: int, has_prompts: bool) -> list[StepShape]:
+        """What so many requests may be drafted; beside prompts only what is most likely."""
+        plain, speculation = StepShape(batch=batch, depth=0, sampling="greedy"), self.speculation
+        if speculation is None:
+            return [plain]
+        depth, nodes = speculation.num_speculative_tokens, speculation.num_draft_nodes
+        if self.budget is None:
+            return [plain._replace(depth=depth, num_nodes=nodes)]
+        return [
+            plain._replace(depth=self.budget.depth_for(n), num_nodes=n if self._has_trees else None)
+            for n in self.budget.likely(batch, most_likely_alone=has_prompts)
+        ]
 
     @property
     def prefix_cache_stats(self) -> PrefixCacheStats:
@@ -424,10 +494,10 @@ class Engine:
             max_model_len=self.max_model_len,
             vocab_size=self.target.config.vocab_size,
         )
-        self._num_speculative_tokens(params)
+        self._num_draft_nodes(params, self._num_speculative_tokens(params))
 
     def _num_speculative_tokens(self, params: SamplingParams) -> int:
-        if self.speculation is None:
+        if self.speculation is None or params.num_draft_nodes == 0:
             return 0
         if params.num_speculative_tokens is None:
             return self.speculation.num_speculative_tokens
@@ -441,11 +511,18 @@ class Engine:
             )
         return asked
 
-    def _num_draft_nodes(self, depth: int) -> int | None:
+    def _num_draft_nodes(self, params: SamplingParams, depth: int) -> int | None:
         """Of a request with drafts of this depth."""
-        if self.speculation is None or self.speculation.num_draft_nodes is None:
+        most = self.speculation.num_draft_nodes if self.speculation else None
+        asked = params.num_draft_nodes
+        if asked is not None and self.speculation is not None and asked > (most or 0):
+            raise RequestError(
+                f"num_draft_nodes={asked} is more than the engine drafts",
+                hint=f"use at most {most}" if most else "drop it: this engine drafts chains",
+            )
+        if most is None:
             return None
-        return self.speculation.num_draft_nodes if depth else 0
+        return (most if asked is None else asked) if depth else 0
 
     @property
     def _verification(self) -> Verification:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from peagle.speculation.statistics import SpecDecodeStats
+
 Column = NDArray[np.int64]
 
 
@@ -30,6 +32,8 @@ class HostBatch:
         self.num_computed = column()  # what the last report read leaves computed on the device
         self.in_flight = column()  # steps launched and not read
         size = max_drafts + 1
+        self.offered = column()  # drafts that it may have had since `take_outcomes`
+        self.expected = np.zeros(num_slots)  # those that were expected to be accepted
         self.outcomes = np.zeros((num_slots, size, size), dtype=np.int64)  # [slot, drafted, kept]
 
     def ready(self) -> NDArray[np.bool_]:
@@ -56,11 +60,13 @@ class HostBatch:
         for column in (self.num_computed, self.in_flight, self.needs_host):
             column[slot] = 0
 
-    def take_outcomes(self, slot: int) -> list[tuple[int, int, int, int]]:
-        """(drafted, kept, times, depth) of the steps since it was last asked."""
+    def take_outcomes(self, slot: int, stats: SpecDecodeStats) -> None:
+        """Adds the steps since it was last asked."""
         counts, depth = self.outcomes[slot], int(self.per_step[slot]) - 1
         drafted, kept = np.nonzero(counts)
         times = counts[drafted, kept]
-        counts[:] = 0
-        columns = zip(drafted.tolist(), kept.tolist(), times.tolist(), strict=True)
-        return [(*outcome, depth) for outcome in columns]
+        for outcome in zip(drafted.tolist(), kept.tolist(), times.tolist(), strict=True):
+            stats.observe(*outcome, depth)
+        stats.num_offered_tokens += int(self.offered[slot])
+        stats.num_expected_tokens += float(self.expected[slot])
+        counts[:] = self.offered[slot] = self.expected[slot] = 0

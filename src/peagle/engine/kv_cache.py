@@ -15,9 +15,9 @@ from torch import Tensor
 from peagle.engine.blocks import BlockTable
 from peagle.kernels.cpu.layers import CachePlace
 from peagle.kernels.cpu.ops import LANES, MAX_GROUP, LayerCache, PagedSpan, PagedStep, kernels_for
-from peagle.models.attention import CachedAttention
+from peagle.kernels.reference.attention import PLAIN, Scores, attend
+from peagle.models.attention import CachedAttention, layer_cache
 from peagle.models.drafter import CacheLayout, Span
-from peagle.models.target import TargetModel
 
 # Up to this many query rows the heads of a group are folded into the rows of one product.
 MAX_FOLDED_ROWS = 17
@@ -56,11 +56,6 @@ class PagedKVCache:
         return PagedAttention(self, tables, spans)
 
 
-def target_layout(target: TargetModel) -> CacheLayout:
-    config = target.config
-    return CacheLayout(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
-
-
 def slot_bytes(layout: CacheLayout, dtype: torch.dtype) -> int:
     return 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * dtype.itemsize
 
@@ -87,20 +82,31 @@ class PagedAttention(CachedAttention):
         self.prefers_kernel = fits and work <= MAX_KERNEL_WORK * len(spans)
         self._kernel_step: PagedStep | None = None
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        if self._fits_kernel(q.shape[1]) and (kernels := kernels_for(q)):
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        scores: Scores = PLAIN,
+    ) -> Tensor:
+        is_whole_row = k.shape[1:] == self.cache.keys.shape[-2:]
+        fits = is_whole_row and scores.is_default and self._fits_kernel(q.shape[1])
+        if fits and (kernels := kernels_for(q)):
             cache = LayerCache(*self.cache.addresses(layer), window)
             return kernels.paged_attention(q, k, v, cache, self._step(q.shape[1]))
-        keys, values = self.cache.keys[layer], self.cache.values[layer]  # [S, g, D]
+        keys = layer_cache(self.cache.keys[layer], k)  # [S, g, D]
+        values = layer_cache(self.cache.values[layer], v)
         keys.index_copy_(0, self._slots, k.to(keys.dtype))
         values.index_copy_(0, self._slots, v.to(values.dtype))
         if len(self.sequences) == 1:
-            return self.sequences[0].attend(q, keys, values, window)
+            return self.sequences[0].attend(q, keys, values, window, scores)
         out = torch.empty_like(q)
         start = 0
         for view in self.sequences:
             rows = slice(start, start + view.length)
-            out[rows] = view.attend(q[rows], keys, values, window)
+            out[rows] = view.attend(q[rows], keys, values, window, scores)
             start += view.length
         return out
 
@@ -109,6 +115,11 @@ class PagedAttention(CachedAttention):
             return None
         layer_size = self.cache.keys.stride(0)
         return CachePlace(*self.cache.addresses(0), layer_size, self._step(heads))
+
+    def prefixes(self, x: Tensor) -> list[tuple[Tensor, int]]:
+        rows = self.cache.keys[0].flatten(1)  # [S, H]
+        rows.index_copy_(0, self._slots, x.to(rows.dtype))
+        return [(rows[view.gather], view.length) for view in self.sequences]
 
     def _fits_kernel(self, heads: int) -> bool:
         return self.prefers_kernel and heads <= MAX_GROUP * self.cache.keys.shape[-2]
@@ -151,33 +162,41 @@ class _SequenceView:
         self._masks: dict[tuple[int | None, int], Tensor] = {}
         self.device = device
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, window: int | None, scores: Scores
+    ) -> Tensor:
         """q [n, h, D] over the cache [S, g, D] -> [n, h, D]."""
         if self.extent is not None:
             k, v = keys[self.extent], values[self.extent]  # [T, g, D]
         else:
             k, v = keys[self.gather], values[self.gather]
+        if not scores.is_softmax:
+            return attend(q, k, v, self._visible(window), scores)
         k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]  # [1, g, T, D]
         if self.length <= MAX_FOLDED_ROWS:
-            return self._attend_folded(q, k, v, window)
-        return self._attend_long(q, k, v, window)
+            return self._attend_folded(q, k, v, window, scores.scale)
+        return self._attend_long(q, k, v, window, scores.scale)
 
-    def _attend_folded(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def _attend_folded(
+        self, q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float | None
+    ) -> Tensor:
         """The heads that share a key-value head become further rows: no key is repeated."""
         n, heads, dim = q.shape
         kv_heads = k.shape[1]
         group = heads // kv_heads
         rows = q.view(n, kv_heads, group, dim).permute(1, 0, 2, 3).reshape(1, kv_heads, -1, dim)
         mask = self._mask(window, group, q.dtype)
-        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
+        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
         return out.view(kv_heads, n, group, dim).permute(1, 0, 2, 3).reshape(n, heads, dim)
 
-    def _attend_long(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def _attend_long(
+        self, q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float | None
+    ) -> Tensor:
         rows = q.transpose(0, 1)[None]  # [1, h, n, D]
         whole_prompt = self.start == 0 and window is None and self.span.parents is None
         mask = None if whole_prompt else self._mask(window, 1, q.dtype)
         out = F.scaled_dot_product_attention(
-            rows, k, v, attn_mask=mask, is_causal=whole_prompt, enable_gqa=True
+            rows, k, v, attn_mask=mask, is_causal=whole_prompt, scale=scale, enable_gqa=True
         )
         return out[0].transpose(0, 1)
 

@@ -95,6 +95,11 @@ class LLM(OfflineInference[PromptAnswers]):
         return speculation.drafter.method if speculation else "none"
 
     @property
+    def is_auto(self) -> bool:
+        """Whether each step verifies as many drafts as pay."""
+        return self.engine.budget is not None
+
+    @property
     def num_speculative_tokens(self) -> int:
         speculation = self.engine.speculation
         return speculation.num_speculative_tokens if speculation else 0

@@ -7,8 +7,13 @@ from pathlib import Path
 import torch
 
 from peagle.checkpoints.heads.loading import load_head
-from peagle.checkpoints.targets import load_target
-from peagle.config import DEFAULT_SPECULATIVE_TOKENS, EngineConfig, SpeculativeConfig
+from peagle.checkpoints.targets import has_native_target, load_adapted, load_target
+from peagle.config import (
+    AUTO_LIMITS,
+    DEFAULT_SPECULATIVE_TOKENS,
+    EngineConfig,
+    SpeculativeConfig,
+)
 from peagle.engine.engine import Speculation
 from peagle.engine.memory import reported_shortage
 from peagle.errors import ConfigError, HeadError
@@ -20,6 +25,7 @@ from peagle.models.fp8 import check_gpu, quantize_linears
 from peagle.models.ngram import NgramDrafter
 from peagle.models.p_eagle import PEagleDrafter
 from peagle.models.target import TargetModel
+from peagle.speculation.trees import BEAM, num_candidates
 
 DTYPES = {
     "float32": torch.float32,
@@ -56,7 +62,8 @@ def load_engine_target(folder: Path, config: EngineConfig) -> TargetModel:
     if config.quantization is not None:
         check_gpu(device)
     with reported_shortage(f"{folder} in {str(dtype).removeprefix('torch.')}", device):
-        target = load_target(folder, dtype=dtype, device=device)
+        load = load_target if has_native_target(folder) else load_adapted
+        target = load(folder, dtype=dtype, device=device)
         if config.quantization is not None:
             quantize_linears(target)
     bind_kernels(target, batch_invariant=config.batch_invariant)
@@ -77,13 +84,44 @@ def load_speculation(config: SpeculativeConfig, target: TargetModel) -> Speculat
         bind_kernels(network)
         drafter = head_drafter(network, config)
         advice = network.config.num_speculative_tokens
-    if config.num_draft_nodes is not None and target.policy.batch_invariant:
+    invariant = target.policy.batch_invariant
+    if config.num_draft_nodes is not None and invariant:
         raise ConfigError(
             "batch_invariant and trees do not go together: a row's sums follow where it lies",
             hint="drop num_draft_nodes, or batch_invariant",
         )
+    if config.num_draft_nodes is not None and not target.rolls_back:
+        raise ConfigError(
+            "this target computes each prefix again, which trees have many of",
+            hint="drop num_draft_nodes: drafts are then a chain",
+        )
+    has_trees = target.rolls_back and not invariant
+    if _is_auto(config, drafter, has_trees=has_trees):
+        on_gpu = target.embed_tokens.weight.is_cuda
+        return _auto(config, drafter, advice, "cuda" if on_gpu else "cpu", has_trees=has_trees)
     depth = config.num_speculative_tokens or advice
     return Speculation(drafter, depth, config.verification, config.num_draft_nodes)
+
+
+def _is_auto(config: SpeculativeConfig, drafter: Drafter, *, has_trees: bool) -> bool:
+    """Asked for, or nothing else was and trees are possible."""
+    if config.speculation is not None:
+        return config.speculation == "auto"
+    is_given = (config.num_speculative_tokens or config.num_draft_nodes) is not None
+    can_draft_trees = hasattr(drafter, "lattice") and config.verification == "coupled"
+    return can_draft_trees and not is_given and has_trees
+
+
+def _auto(
+    config: SpeculativeConfig, drafter: Drafter, advice: int, device: str, *, has_trees: bool
+) -> Speculation:
+    """What is given is the limit. P-EAGLE drafts trees, others chains."""
+    depth, nodes = config.num_speculative_tokens, config.num_draft_nodes
+    if hasattr(drafter, "lattice") and has_trees:
+        most_depth, most_nodes = AUTO_LIMITS[device]
+        depth = depth or min(most_depth, drafter.max_speculative_tokens)
+        nodes = nodes or min(most_nodes, num_candidates(depth, BEAM))
+    return Speculation(drafter, depth or advice, config.verification, nodes, is_auto=True)
 
 
 def head_drafter(network: EagleNetwork, config: SpeculativeConfig) -> Drafter:

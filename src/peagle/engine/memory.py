@@ -6,19 +6,24 @@ On a GPU: what `gpu_memory_utilization` allows, less what is in use once the wei
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from peagle.config import EngineConfig
 from peagle.engine.blocks import BlockAllocator
-from peagle.engine.kv_cache import slot_bytes, target_layout
+from peagle.engine.kv_cache import slot_bytes
 from peagle.errors import ConfigError
 from peagle.models.config import DecoderConfig
-from peagle.models.drafter import Drafter
+from peagle.models.drafter import CacheLayout, Drafter
+from peagle.models.eagle import EagleNetwork, SharedTables
+from peagle.models.head_config import HeadConfig
+from peagle.models.meta import on_meta
 from peagle.models.target import TargetModel
 
 CPU_CACHE_BYTES = 2 << 30  # an upper bound: the system hands out pages as they are written first
@@ -76,13 +81,46 @@ def make_allocator(
 def cache_need(
     target: TargetModel, drafter: Drafter | None, config: EngineConfig, cache_len: int
 ) -> CacheNeed:
-    layouts = [target_layout(target)]
+    layouts = [target.cache_layout]
     if drafter is not None and drafter.cache_layout is not None:
         layouts.append(drafter.cache_layout)
     dtype = target.embed_tokens.weight.dtype
     block_bytes = config.block_size * sum(slot_bytes(layout, dtype) for layout in layouts)
     per_request = -(-cache_len // config.block_size)
     return CacheNeed(block_bytes, cache_len, per_request, per_request * config.max_num_seqs)
+
+
+class ModelMemory(NamedTuple):
+    """What a model takes of each dtype's bytes, told from sizes alone."""
+
+    num_parameters: int
+    cache_values: int  # keys and values of one token
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        return self.num_parameters * dtype.itemsize
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        return self.cache_values * dtype.itemsize
+
+
+def target_memory(config: DecoderConfig) -> ModelMemory:
+    """Of a native target; nothing is allocated."""
+    with on_meta():  # its rotary tables are real, whatever the context
+        target = TargetModel(dataclasses.replace(config, max_position_embeddings=1))
+    return ModelMemory(_num_parameters(target), slot_bytes(target.cache_layout, torch.uint8))
+
+
+def head_memory(config: HeadConfig) -> ModelMemory:
+    """Without the tables that it borrows."""
+    with on_meta():
+        shared = SharedTables(nn.Embedding(1, 1), nn.Linear(1, 1))
+        network = EagleNetwork(dataclasses.replace(config, max_position_embeddings=1), shared)
+    layout = CacheLayout(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+    return ModelMemory(_num_parameters(network), slot_bytes(layout, torch.uint8))
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def count_blocks(
@@ -142,10 +180,14 @@ def activation_bytes(sizes: DecoderConfig, *, itemsize: int, rows: int, sampled_
     `sampled_rows` alone.
     """
     hidden, inner = sizes.hidden_size, sizes.intermediate_size
-    queries = sizes.num_attention_heads * sizes.head_dim
-    projected = queries + 2 * sizes.num_key_value_heads * sizes.head_dim
+    kv_heads, head_dim = sizes.largest_kv_row
+    queries = sizes.num_attention_heads * max(sizes.head_dim, head_dim)
+    projected = queries + 2 * kv_heads * head_dim
     attention = 2 * hidden + 2 * projected + queries  # normed and summed; also rotated; attended
     mlp = 2 * hidden + 3 * inner  # normed and summed; gate, up and their product
+    if sizes.experts is not None:
+        own = 4 * hidden + 3 * sizes.experts.intermediate_size  # rows sorted, back and weighted
+        mlp += sizes.experts.top_k * own
     outputs = sizes.num_hidden_layers * hidden
     in_float32 = 4 * 2 * hidden  # a norm's
     row = (attention + mlp + outputs) * itemsize + in_float32

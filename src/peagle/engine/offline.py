@@ -61,6 +61,15 @@ class OfflineInference(ABC, Generic[_Open]):
     ) -> list[RequestOutput]:
         """Answers all prompts, in their order. Raises RequestError before any work if one of
         them can never be served; see `check_request`."""
+        outputs = dict(self.as_finished(prompts, sampling_params))
+        return [outputs[index] for index in range(len(outputs))]
+
+    def as_finished(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
+        """The same, but yields each prompt's number and answer when that has ended."""
         given = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = params_for(given, sampling_params)
         pairs = [(self._prompts.read(prompt), p) for prompt, p in zip(given, params, strict=True)]
@@ -70,13 +79,16 @@ class OfflineInference(ABC, Generic[_Open]):
         try:
             for pair in pairs:
                 opened.append(self.add_request(*pair))
-            unfinished = {id(request) for request in opened if not request.finished}
-            while unfinished:
-                unfinished.difference_update(id(r) for r in self.step() if r.finished)
+            left = {id(request): index for index, request in enumerate(opened)}
+            ended = [request for request in opened if request.finished]  # at once
+            while left:
+                for request in ended:
+                    if id(request) in left:  # of this call
+                        yield left.pop(id(request)), request.output()
+                ended = [request for request in self.step() if request.finished] if left else []
         finally:  # Ctrl-C or a bug must not leave requests behind
             for request in opened:
                 self.abort_request(request)
-        return [request.output() for request in opened]
 
     def stream(
         self,

@@ -50,8 +50,8 @@ class Request:
     block_keys: list[Key] = field(default_factory=list)  # of the blocks that its tokens fill
     num_cached_tokens: int = 0  # those of the prompt that the prefix cache had
     num_preemptions: int = 0
-    # Steps that the engine counts by itself: `observe`'s arguments of those not in `stats` yet.
-    take_outcomes: Callable[[], list[tuple[int, int, int, int]]] | None = None
+    # Adds the steps that the engine counts by itself.
+    take_outcomes: Callable[[SpecDecodeStats], None] | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     _stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
 
@@ -61,8 +61,7 @@ class Request:
     @property
     def stats(self) -> SpecDecodeStats:
         if self.take_outcomes is not None:
-            for outcome in self.take_outcomes():
-                self._stats.observe(*outcome)
+            self.take_outcomes(self._stats)
         self._stats.num_output_tokens = self.num_outputs
         return self._stats
 

@@ -31,6 +31,8 @@ ROWS_PER_ITEM = 16
 ITEM_COUNTS = (0, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 WARM_CONTEXTS = (64, 128, 256, 512, 1024)  # of the longest request, for steps captured ahead
 
+DraftShapes = Callable[[int, bool], list[StepShape]]  # requests, whether prompts come with them
+
 
 def padded(count: int, sizes: tuple[int, ...]) -> int:
     """The smallest of `sizes` that holds them; beyond, multiples of the largest."""
@@ -110,29 +112,29 @@ class Runner:
         return Report(*self._graph(shape).run(inputs))
 
     def warm_up(
-        self, drafts: StepShape, max_rows: int, progress: Callable[[int, int], None]
+        self, drafts: DraftShapes, max_rows: int, progress: Callable[[int, int], None]
     ) -> None:
         """Captures the shapes that greedy requests meet: every size of a batch and of prompts, for
-        contexts of WARM_CONTEXTS. `progress` hears how many of how many are done: of none where
-        steps are not graphs."""
+        contexts of WARM_CONTEXTS, with the drafts of each. `progress` hears how many of how many
+        are done: of none where steps are not graphs."""
         shapes = [] if self._memory is None else self._common_shapes(drafts, max_rows)
         progress(0, len(shapes))
         for done, shape in enumerate(shapes, start=1):
             self._graph(shape)
             progress(done, len(shapes))
 
-    def _common_shapes(self, drafts: StepShape, max_rows: int) -> list[StepShape]:
+    def _common_shapes(self, drafts: DraftShapes, max_rows: int) -> list[StepShape]:
         """The largest first: the memory of a graph serves all that need less."""
         last = padded(self.models.state.padding, BATCH_SIZES)  # the last slot is padding
         shapes = [
-            drafts._replace(
-                batch=batch,
+            shape._replace(
                 num_splits=self.num_splits(batch, context),
                 num_items=num_items,
                 rows_per_item=ROWS_PER_ITEM,
             )
             for num_items in reversed(ITEM_COUNTS)
             for batch in reversed(BATCH_SIZES)
+            for shape in reversed(drafts(batch, num_items > 0))
             for context in WARM_CONTEXTS
             if batch <= last and num_items <= padded(-(-max_rows // ROWS_PER_ITEM), ITEM_COUNTS)
         ]

@@ -24,6 +24,7 @@ from peagle.kernels.step_ops import StepOps
 from peagle.models.drafter import Packing
 from peagle.models.output import OutputRows
 from peagle.sampling_params import SamplingParams
+from peagle.speculation.trees import BEAM
 from peagle.speculation.verify import PADDING
 
 # What a step has to be able to do for its requests; each includes the one before it.
@@ -111,12 +112,12 @@ class CoupledSampler:
     ) -> SamplerOutput:
         return SamplerOutput(drafts, *self._sample(output, 0, packing))
 
-    def candidates(self, output: OutputRows, packing: Packing, count: int) -> Candidates:
-        """The best tokens of the rows of all drafts, packed; [B, K, count] each."""
+    def candidates(self, output: OutputRows, packing: Packing) -> Candidates:
+        """The best tokens of the rows of all drafts, packed; [B, K, BEAM] each."""
         slots = self.slots
         metadata = None if slots.sampling == "greedy" else slots.metadata(0, packing)
         found = self.ops.top_tokens(
-            output.logits(), metadata, output.ids, count, filters=slots.filters
+            output.logits(), metadata, output.ids, BEAM, filters=slots.filters
         )
         return Candidates(*(slots.by_slot(x, packing) for x in found))
 

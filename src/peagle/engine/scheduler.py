@@ -26,6 +26,7 @@ from peagle.engine.host_batch import Column, HostBatch
 from peagle.engine.prefix_cache import Key, PrefixCacheStats, extend_keys
 from peagle.engine.request import Request, Status
 from peagle.engine.sampler import SAMPLINGS, sampling_of
+from peagle.speculation.budget import DraftBudget, DraftChoice
 from peagle.speculation.draft_limit import num_drafted_rows
 
 # Blocks taken ahead while there are plenty, so that the host does it less often: most answers get
@@ -70,6 +71,7 @@ class Schedule(NamedTuple):
     chunks: list[Chunk]
     opened: list[Slot]  # those that the device does not know yet
     grown: list[Slot]  # those with blocks that the device does not know yet
+    drafts: DraftChoice | None = None  # None: as many as requests ask for
 
     def __bool__(self) -> bool:
         return bool(len(self.slots) or self.chunks)
@@ -84,11 +86,12 @@ class Scheduler:
         max_drafts: int,
         eos_token_ids: frozenset[int],
         clock: Clock,
+        budget: DraftBudget | None = None,
         *,
         prefix_caching: bool = False,
         max_draft_tokens: int | None = None,  # of a drafter that has a cache
     ) -> None:
-        self.allocator, self.clock = allocator, clock
+        self.allocator, self.clock, self.budget = allocator, clock, budget
         self.prefix_caching, self.max_draft_tokens = prefix_caching, max_draft_tokens
         self.prefix_cache_stats = PrefixCacheStats()
         self.max_num_seqs = max_num_seqs
@@ -108,7 +111,7 @@ class Scheduler:
         num_preempted = self._num_preempted
         grown = self._make_room()
         slots = np.flatnonzero(self.batch.ready())
-        caps = self._caps(slots)
+        caps, drafts = self._caps(slots)
         budget = self.max_num_batched_tokens - len(slots) - int(caps.sum())
         opened = []
         if self._num_preempted == num_preempted:  # else the victim would come straight back
@@ -116,7 +119,8 @@ class Scheduler:
         chunks, joined = self._schedule_prompts(budget)
         slots = np.concatenate((slots, np.array(joined, dtype=np.int64)))
         caps = np.concatenate((caps, np.zeros(len(joined), dtype=np.int64)))
-        return Schedule(slots, caps, chunks, opened, [s for s in grown if not s.closed] + opened)
+        grown = [s for s in grown if not s.closed] + opened
+        return Schedule(slots, caps, chunks, opened, grown, drafts)
 
     @property
     def has_unfinished(self) -> bool:
@@ -133,18 +137,22 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
 
-    def _caps(self, slots: Column) -> Column:
-        """Drafts that the step has rows for; the oldest requests first. While prompts wait, drafts
-        leave half of the rows to them."""
-        caps = self.batch.num_rows[slots] - 1
+    def _caps(self, slots: Column) -> tuple[Column, DraftChoice | None]:
+        """Drafts that pay and that the step has rows for; the oldest requests first. While prompts
+        wait, drafts leave half of the rows to them."""
+        caps, drafts = self.batch.num_rows[slots] - 1, None
         left = self.max_num_batched_tokens - len(slots)
-        if self._prompting or (self.waiting and self._free):
+        has_prompts = bool(self._prompting or (self.waiting and self._free))
+        if has_prompts:
             left //= 2
+        if self.budget is not None:
+            drafts = self.budget.choose(slots, caps, may_explore=not has_prompts)
+            caps = drafts.caps.copy()
         if caps.sum() > left:
             order = np.argsort(self.batch.serials[slots])
             before = np.cumsum(caps[order]) - caps[order]
             caps[order] = np.clip(left - before, 0, caps[order])
-        return caps
+        return caps, drafts
 
     def _schedule_prompts(self, budget: int) -> tuple[list[Chunk], list[int]]:
         """-> the chunks that fit, and the slots whose newest token comes with them."""

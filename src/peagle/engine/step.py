@@ -28,6 +28,7 @@ from peagle.engine.sampler import (
     Sampling,
 )
 from peagle.kernels.device_batch import Committed, DeviceBatch, StepCounts
+from peagle.kernels.reference.trees import TreePath
 from peagle.kernels.step_ops import StepOps
 from peagle.models.drafter import (
     DraftBatch,
@@ -39,7 +40,6 @@ from peagle.models.drafter import (
 )
 from peagle.models.output import OutputRows
 from peagle.models.target import TargetModel
-from peagle.speculation.trees import BEAM
 
 
 class StepShape(NamedTuple):
@@ -53,6 +53,7 @@ class StepShape(NamedTuple):
     num_items: int = 0  # of prompt rows
     rows_per_item: int = 1
     num_nodes: int | None = None  # of trees, per slot; None: drafts are chains of `depth`
+    feeds: bool = False  # `depth` is 0, and the drafter reads new rows so that it can draft later
 
     @property
     def max_drafts(self) -> int:
@@ -153,11 +154,16 @@ class Step:
         states: tuple[Tensor | None, Tensor | None] = (None, None)
         if aux_hidden_states is not None:
             states = aux_hidden_states[:num_rows], aux_hidden_states[num_rows:]
+        path = None
         if counts.tree is not None:
-            sampled, states = self._take_path(counts, sampled, states, host)
+            path, states = self._take_path(counts, sampled, states, host)
+            sampled = SamplerOutput(path.drafts, path.sampled, path.usable)
         committed = models.ops.commit(
             models.state, fields.slots, counts, *sampled, models.max_draft_tokens, shape.depth
         )
+        if path is not None:
+            report = torch.cat((committed.report, path.rows[:, 1:]), dim=1)
+            committed = committed._replace(report=report)
         return Verified(counts, sampled.sampled_token_ids, committed, *states)
 
     def _take_path(
@@ -166,7 +172,7 @@ class Step:
         sampled: SamplerOutput,
         states: tuple[Tensor | None, Tensor | None],
         host: HostSampling | None,
-    ) -> tuple[SamplerOutput, tuple[Tensor | None, Tensor | None]]:
+    ) -> tuple[TreePath, tuple[Tensor | None, Tensor | None]]:
         """What the target takes of the trees, as if they had been chains; the cache as well."""
         models, cache = self.models, self.models.model.cache
         path = models.ops.walk_tree(
@@ -186,20 +192,21 @@ class Step:
         own, prompt = states
         if own is not None:
             own = models.ops.path_rows(own, path.rows, counts.drafts.shape[1] + 1)
-        return SamplerOutput(path.drafts, path.sampled, path.usable), (own, prompt)
+        return path, (own, prompt)
 
     def draft(self, verified: Verified) -> None:
         """Drafts for the next step, and the drafter's cache of prompts."""
         models, fields, drafting = self.models, self.fields, self.models.drafting
-        if drafting is None or self.shape.depth == 0:
+        if drafting is None or not (self.shape.depth or self.shape.feeds):
             return
         committed = verified.committed
         depth = models.layout.max_drafts(committed.num_drafts, self.shape.depth)
         prompt = self._prompt_rows(verified)
-        if not depth and prompt is None:
+        if not depth and prompt is None and not self.shape.feeds:
             return
-        depth = max(depth, 1)  # rows of a prompt alone: nobody reads the one draft
+        depth = max(depth, 1)  # rows of a prompt alone, or none to draft: nobody reads the one
         assert verified.aux_hidden_states is not None
+        sampler = self._sampler(committed.num_outputs)
         batch = DraftBatch(
             slots=fields.slots,
             tokens=verified.sampled_token_ids,
@@ -213,27 +220,29 @@ class Step:
             attend=lambda items: self._rows(drafting.model, items),
             pack=models.layout.pack,
             pack_depths=partial(models.layout.pack_depths, committed.num_drafts),
-            sample=self._sampler(committed.num_outputs).draft,
+            sample=sampler.draft,
+            candidates=sampler.candidates if isinstance(sampler, CoupledSampler) else None,
+            temperature=self._temperature(),
             ops=models.ops,
         )
-        if self.shape.num_nodes is None:
+        if self.shape.feeds:
+            drafting.drafter.feed(batch)
+        elif self.shape.num_nodes is None:
             drafts = drafting.drafter.propose(batch)
             models.ops.store_drafts(models.state, fields.slots, drafts)
         else:
-            self._draft_tree(cast(ParallelDrafter, drafting.drafter), batch, committed)
+            self._draft_tree(cast(ParallelDrafter, drafting.drafter), batch)
 
-    def _draft_tree(
-        self, drafter: ParallelDrafter, batch: DraftBatch, committed: Committed
-    ) -> None:
-        models, slots = self.models, self.fields.slots
-        output, packing = drafter.lattice(batch)
-        if not len(packing):
-            return
-        sampler = CoupledSampler(models.ops, self._sampled_slots(committed.num_outputs))
-        candidates = sampler.candidates(output, packing, BEAM)
-        models.ops.store_tree(
-            models.state, slots, *candidates, committed.num_drafts, self.shape.num_nodes
-        )
+    def _draft_tree(self, drafter: ParallelDrafter, batch: DraftBatch) -> None:
+        state, lattice = self.models.state, drafter.lattice(batch)
+        if lattice is not None:
+            limits = batch.num_drafts, state.drafts.shape[1]
+            self.models.ops.store_tree(state, self.fields.slots, *lattice, *limits)
+
+    def _temperature(self) -> Tensor | None:
+        if self.shape.sampling == "greedy":
+            return None
+        return self.models.state.temperature[self.fields.slots]
 
     def _run_target(self, counts: StepCounts) -> tuple[Tensor, Tensor | None]:
         """Hidden states of the real rows, decode rows first, and all rows' aux hidden states."""
@@ -249,7 +258,8 @@ class Step:
         if self.shape.num_items:
             none = fields.prompt_ids.new_empty(len(fields.prompt_ids), 0)
             x = torch.cat((x, models.ops.embed_tokens(table, fields.prompt_ids, none)))
-        aux_hidden_state_layers = models.aux_hidden_state_layers if self.shape.depth else ()
+        is_read = self.shape.depth or self.shape.feeds
+        aux_hidden_state_layers = models.aux_hidden_state_layers if is_read else ()
         hidden, aux_hidden_states = models.target.run(
             rows.packing.take(x), rows.positions, rows.attention, aux_hidden_state_layers
         )

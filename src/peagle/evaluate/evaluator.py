@@ -17,11 +17,13 @@ from torch import Tensor
 
 from peagle.data.dataset import Dataset
 from peagle.data.packing import PackedRow, assign, pack
-from peagle.evaluate.replay import Limits, replay, run_lengths
+from peagle.evaluate.replay import Limits, replay, run_lengths, steps
+from peagle.models.eagle import EagleNetwork
 from peagle.speculation.looping import is_looping
 from peagle.speculation.statistics import SpecDecodeStats
+from peagle.speculation.trees import BEAM
 from peagle.teacher_forcing.draft_model import DraftModel
-from peagle.teacher_forcing.features import FeatureSource
+from peagle.teacher_forcing.features import Features, FeatureSource
 from peagle.teacher_forcing.partition import (
     UNPADDED,
     Segment,
@@ -87,6 +89,7 @@ class Drafted(NamedTuple):
     states: Tensor  # [n, H]: the target's
     slots: Tensor  # [C]: the state that each token was chosen from
     labels: Tensor  # [C]: those tokens
+    corrected: Tensor | None  # [C, H]: `normed` behind the tokens that the target wrote
 
 
 # -> [J, C]: the probability that each draft is accepted, by each of J verifications.
@@ -133,11 +136,17 @@ class Evaluator:
         ks = range(1, self.max_tokens + 1)
         return [replay(document.mask, leading, k, document.limits) for k in ks]
 
-    @torch.no_grad()
     def documents(self, model: DraftModel, rule: AcceptanceRule) -> Iterator[Document]:
+        return self.documents_of(model, lambda row: self._chances(model, row, rule))
+
+    @torch.no_grad()
+    def documents_of(
+        self, model: DraftModel, chances_of: Callable[[PackedRow], Tensor], room: int = 0
+    ) -> Iterator[Document]:
+        """`chances_of` a packed row are [J, n, ...]; `room`: slots behind its last document."""
         for indices in self.rows:
-            row = pack(self.dataset, indices, self.tokens_per_row)
-            chances = self._chances(model, row, rule)
+            row = pack(self.dataset, indices, self.tokens_per_row + room)
+            chances = chances_of(row)
             for number, index in enumerate(indices):
                 here = row.document == number
                 tokens, mask = row.token_ids[here], row.loss_mask[here]
@@ -149,14 +158,11 @@ class Evaluator:
         """[J, n, K]"""
         features = self.source(row, self.source.fetch(row))
         chances = torch.zeros(1, len(row.token_ids), self.max_tokens, dtype=torch.double)
-        last = model.network.config.max_position_embeddings - 1  # beyond it nothing is drafted
-        for segment in self._segments(model, row):
+        counts = supervised_runs(row).clamp(max=self.max_tokens)
+        for segment in self.segments_of(model.network, row, counts):
             here = segment.to(features.aux_hidden_states.device)
-            here = here._replace(positions=here.positions.clamp(max=last))
             with self.autocast():
-                normed, table = model(here, features)
-                ids, states = model.network.target_ids, features.states
-                drafted = Drafted(normed, table, ids, states, here.slots, here.labels)
+                drafted = self._drafted(model, here, features)
                 found = self._in_chunks(rule, drafted)
             if len(chances) < len(found):
                 chances = chances.repeat(len(found), 1, 1)
@@ -164,6 +170,21 @@ class Evaluator:
             anchor = segment.elements.anchor[segment.rows].long()[real]
             chances[:, anchor, segment.loss_depth.long()[real]] = found.cpu()[:, real]
         return chances
+
+    def _drafted(self, model: DraftModel, segment: Segment, features: Features) -> Drafted:
+        normed, network = model.states(segment, features), model.network
+        corrected = None
+        if network.correction is not None:
+            corrected = model.corrected(normed, segment, features)
+        return Drafted(
+            normed,
+            network.output_weight(),
+            network.target_ids,
+            features.states,
+            segment.slots,
+            segment.labels,
+            corrected,
+        )
 
     def _in_chunks(self, rule: AcceptanceRule, drafted: Drafted) -> Tensor:
         """Applies the rule in chunks: logits of all elements at once would be the pass's largest
@@ -175,17 +196,32 @@ class Evaluator:
                 normed=drafted.normed[part],
                 slots=drafted.slots[part],
                 labels=drafted.labels[part],
+                corrected=None if drafted.corrected is None else drafted.corrected[part],
             )
             parts.append(rule(here).double())
         return torch.cat(parts, dim=1) if parts else torch.zeros(1, 0, dtype=torch.double)
 
-    def _segments(self, model: DraftModel, row: PackedRow) -> list[Segment]:
+    def segments_of(self, network: EagleNetwork, row: PackedRow, counts: Tensor) -> list[Segment]:
+        """With so many drafts [n] at each anchor."""
         weights = torch.ones(self.max_tokens)
-        counts = supervised_runs(row).clamp(max=self.max_tokens)
-        if model.network.config.method == "eagle3":
-            return [unrolled_segment(row, counts, weights, self.shapes)]
-        boundaries = boundaries_under(row, counts, self.max_rows)
-        return build_segments(row, counts, boundaries, weights, self.shapes)
+        if network.config.method == "eagle3":
+            segments = [unrolled_segment(row, counts, weights, self.shapes)]
+        else:
+            boundaries = boundaries_under(row, counts, self.max_rows)
+            segments = build_segments(row, counts, boundaries, weights, self.shapes)
+        last = network.config.max_position_embeddings - 1  # beyond it nothing is drafted
+        return [s._replace(positions=s.positions.clamp(max=last)) for s in segments]
+
+    def draft_counts(self, model: DraftModel, row: PackedRow) -> Tensor:
+        """[n]: how many drafts an engine asks for at each anchor; 0 where no step starts."""
+        counts = torch.zeros(len(row.token_ids), dtype=torch.long)
+        for number, index in enumerate(row.indices):
+            here = torch.nonzero(row.document == number).flatten()
+            mask = row.loss_mask[here].tolist()
+            for step in steps(mask, self.max_tokens, self._limits(model, index, mask)):
+                if step is not None:
+                    counts[here[step.newest - 1]] = step.num_drafts
+        return counts
 
     def _groups(self, index: int, answer: list[int]) -> list[str]:
         names = ["all"] if is_looping(answer) else ["all", "not_looping"]
@@ -202,8 +238,17 @@ class Evaluator:
 
 
 def greedy_acceptance(drafted: Drafted) -> Tensor:
-    """[1, C]: is the drafter's best token the one that the target wrote?"""
-    best = F.linear(drafted.normed, drafted.table).argmax(-1)
+    """[1, C]: is the drafter's best token the one that the target wrote?
+
+    A correction chooses among the candidates that the engine shows it.
+    """
+    logits = F.linear(drafted.normed, drafted.table)
+    if drafted.corrected is None:
+        best = logits.argmax(-1)
+    else:
+        candidates = logits.topk(BEAM).indices
+        scores = F.linear(drafted.corrected, drafted.table).gather(1, candidates)
+        best = candidates.gather(1, scores.argmax(1, keepdim=True))[:, 0]
     return (drafted.target_ids[best] == drafted.labels)[None]
 
 

@@ -11,7 +11,7 @@ from peagle.checkpoints.heads.loading import load_head
 from peagle.checkpoints.heads.references import resolve_head
 from peagle.checkpoints.references import load_tokenizer, resolve_model
 from peagle.checkpoints.targets import eos_token_ids
-from peagle.config import MAX_SPECULATIVE_TOKENS, EngineConfig
+from peagle.config import MAX_DRAFT_NODES, MAX_SPECULATIVE_TOKENS, EngineConfig
 from peagle.data.dataset import Dataset, DatasetWriter, check_tokens
 from peagle.data.prompts import Prompts
 from peagle.engine.engine import Engine
@@ -19,12 +19,14 @@ from peagle.engine.loading import load_engine_target
 from peagle.errors import ConfigError, DataError
 from peagle.evaluate.evaluator import Evaluation, Evaluator
 from peagle.evaluate.sampled import SampledAcceptance, evaluate_sampled
+from peagle.evaluate.trees import evaluate_trees
 from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel
 from peagle.prepare.answers import EmbeddedAnswers
 from peagle.prepare.dataset_spec import DatasetSpec
 from peagle.prepare.preparation import ALL_ROWS, Preparation, PreparationCounts
 from peagle.sampling_params import SamplingParams
+from peagle.speculation.trees import BEAM, num_candidates
 from peagle.teacher_forcing.draft_model import DraftModel, autocast
 from peagle.teacher_forcing.features import OnlineFeatures
 from peagle.teacher_forcing.partition import UNPADDED, Shapes
@@ -51,6 +53,19 @@ class Pair:
         if not 1 <= k <= most:
             raise ConfigError(f"this head cannot draft {k} tokens", hint=f"use 1 to {most}")
         return k
+
+    def check_nodes(self, num_draft_nodes: int, depth: int) -> None:
+        """Whether a tree of this depth can have so many nodes."""
+        if self.network.config.method != "p-eagle":
+            raise ConfigError(
+                f"{self.network.config.method} drafts no trees", hint="drop --spec-nodes"
+            )
+        most = min(MAX_DRAFT_NODES, num_candidates(depth, BEAM))
+        if not 1 <= num_draft_nodes <= most:
+            raise ConfigError(
+                f"a tree of depth {depth} cannot have {num_draft_nodes} nodes",
+                hint=f"use 1 to {most}",
+            )
 
 
 def load_pair(head: str, model: str | None, config: EngineConfig) -> Pair:
@@ -89,8 +104,19 @@ def evaluate_pair(
     model = DraftModel(pair.network)
     if params.greedy:
         return {"greedy": evaluator(model)}
-    rule = SampledAcceptance(pair.target.lm_head.weight, params)
+    target = pair.target
+    adjusted = target.adjusted if target.changes_logits else None
+    rule = SampledAcceptance(target.lm_head.weight, params, adjusted)
     return evaluate_sampled(evaluator, model, rule)
+
+
+def evaluate_pair_trees(
+    pair: Pair, dataset: Dataset, indices: list[int], max_tokens: int, num_nodes: int
+) -> Evaluation:
+    """Greedy acceptance of trees of 1 .. num_nodes drafts, max_tokens of them behind each other."""
+    check_tokens(dataset, indices, pair.target.config.vocab_size)
+    evaluator = build_evaluator(pair, dataset, indices, max_tokens)
+    return evaluate_trees(evaluator, DraftModel(pair.network), num_nodes)
 
 
 def build_evaluator(pair: Pair, dataset: Dataset, indices: list[int], max_tokens: int) -> Evaluator:

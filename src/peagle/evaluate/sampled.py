@@ -7,6 +7,7 @@ same temperature and filters, or its tokens do not follow the distribution that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,18 +31,21 @@ class SampledAcceptance:
 
     target_table: Tensor  # [V, H]
     params: SamplingParams
+    adjusted: Callable[[Tensor], Tensor] | None = None  # logits, as the target changes them
 
     def __call__(self, drafted: Drafted) -> Tensor:
         """[2, C], in the order of WAYS."""
         states = drafted.states[drafted.slots].to(self.target_table.dtype)
-        p = self._probs(states, self.target_table)
+        logits = at_least_float32(F.linear(states, self.target_table))
+        p = self._probs(logits if self.adjusted is None else self.adjusted(logits))
         q = torch.zeros_like(p)
-        q[:, drafted.target_ids] = self._probs(drafted.normed, drafted.table)
+        q[:, drafted.target_ids] = self._probs(
+            at_least_float32(F.linear(drafted.normed, drafted.table))
+        )
         labels = drafted.labels
         return torch.stack((coupled_given_text(p, q, labels), rejection_given_text(p, q, labels)))
 
-    def _probs(self, states: Tensor, table: Tensor) -> Tensor:
-        logits = at_least_float32(F.linear(states, table))
+    def _probs(self, logits: Tensor) -> Tensor:
         rows = SamplingRows(
             *(
                 torch.full((len(logits),), value, device=logits.device)

@@ -31,6 +31,8 @@ class DeviceBatch(NamedTuple):
     drafts: Tensor  # [L, D] draft tokens that the next step verifies
     trees: TreeRows | None  # [L, ...]; None where all drafts are chains
     draft_probs: Tensor | None  # [L, D, V] float32, what they were drawn from; only for rejection
+    # [L, D] float32, log-probabilities of the nodes' paths; only where the host reads them
+    draft_scores: Tensor | None = None
 
     @property
     def last_tokens(self) -> Tensor:
@@ -127,10 +129,10 @@ class StepCounts(NamedTuple):
 class Committed(NamedTuple):
     """What a step's verification left."""
 
-    report: Tensor  # [B, HEADER + K+1] int64: what the host reads
+    report: Tensor  # [B, HEADER + K+1] int64: what the host reads; of trees, their paths follow
     num_outputs: Tensor  # [B] tokens generated so far, the new ones included
     num_drafts: Tensor  # [B] drafts that are made for its next step, one behind the other
-    num_real: Tensor  # [B] new tokens, whose rows the drafter reads; 0 where it drafts nothing
+    num_real: Tensor  # [B] new tokens, whose rows the drafter reads; 0 where it never will draft
     num_rows: Tensor  # [B] these and a row for each draft but the first
 
 
@@ -152,6 +154,7 @@ def make_device_batch(
     probs_shape: tuple[int, int] | None,
     *,
     has_trees: bool = False,
+    keeps_scores: bool = False,
 ) -> DeviceBatch:
     """All slots ended, the padding among them. `probs_shape` (D, V): keep what drafts were drawn
     from."""
@@ -168,6 +171,7 @@ def make_device_batch(
         drafts=torch.zeros(size, max_drafts, dtype=torch.int64, device=device),
         trees=_chains(size, max_drafts, device) if has_trees else None,
         draft_probs=probs,
+        draft_scores=torch.zeros(size, max_drafts, device=device) if keeps_scores else None,
     )
 
 

@@ -40,6 +40,7 @@ class StepOps(NamedTuple):
     # trees.py
     top_tokens: Callable[..., Candidates]
     store_tree: Callable[..., None]
+    best_chain: Callable[..., Tensor]
     walk_tree: Callable[..., TreePath]
     move_rows: Callable[..., None]
     path_rows: Callable[..., Tensor]
@@ -74,6 +75,7 @@ def step_ops(device: torch.device) -> StepOps:
         rejection.verify_rejection,
         trees.top_tokens,
         trees.store_tree,
+        trees.best_chain,
         trees.walk_tree,
         trees.move_rows,
         trees.path_rows,

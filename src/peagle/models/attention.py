@@ -13,17 +13,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.kernels.cpu.layers import CachePlace
-from peagle.kernels.reference.attention import paged_attention
-from peagle.kernels.rows import RowGroups
+from peagle.kernels.policy import gpu_takes
+from peagle.kernels.reference.attention import PLAIN, Scores, attend, paged_attention
+from peagle.kernels.rows import PagedRows, RowGroups
 
 
 class Attention(Protocol):
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        scores: Scores = PLAIN,
+    ) -> Tensor:
         """q [N, heads, D], k and v [N, kv_heads, D], rotated -> [N, heads, D].
 
         `layer` counts the layers of the model that calls; `window` is its sliding window.
         """
         ...
+
+
+def layer_cache(cache: Tensor, rows: Tensor) -> Tensor:
+    """A layer's cache [S, g, D] for rows [N, g', D'] that may be narrower: [S, g', D']."""
+    kv_heads, dim = rows.shape[-2:]
+    if cache.shape[-2:] == (kv_heads, dim):
+        return cache
+    return cache.flatten(-2)[:, : kv_heads * dim].view(-1, kv_heads, dim)
 
 
 class CachedAttention:
@@ -33,27 +50,50 @@ class CachedAttention:
         """None where the rows are better off with `__call__`."""
         raise NotImplementedError
 
+    def prefixes(self, x: Tensor) -> list[tuple[Tensor, int]]:
+        """Keeps rows x [N, H] in the place of keys; -> each sequence up to its last row [T, H], and
+        how many of its rows are these. For targets that compute every prefix again."""
+        raise NotImplementedError
+
 
 class RowsAttention(CachedAttention):
     """For rows of fixed shapes over a paged cache, whose places lie on the device, as under CUDA
-    graphs: the reference, for any device. On a GPU `FusedLayers` runs whole layers over the same
-    rows and caches with Triton kernels instead."""
+    graphs: on a GPU by the Triton kernel, elsewhere by its reference. `FusedLayers` runs whole
+    layers over the same rows and caches with Triton kernels, where it knows them."""
 
     def __init__(self, rows: RowGroups, keys: Tensor, values: Tensor) -> None:
         self.rows = rows
         self.keys = keys  # [L, S, g, D]
         self.values = values  # [L, S, g, D]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        keys, values = self.keys[layer], self.values[layer]
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        scores: Scores = PLAIN,
+    ) -> Tensor:
+        keys, values = layer_cache(self.keys[layer], k), layer_cache(self.values[layer], v)
         keys.index_copy_(0, self.rows.slots, k.to(keys.dtype))
         values.index_copy_(0, self.rows.slots, v.to(values.dtype))
         parts = zip(self.rows.parts(q), self.rows.groups, strict=True)
-        return torch.cat([paged_attention(x, keys, values, group, window) for x, group in parts])
+        return torch.cat([_paged(x, keys, values, group, window, scores) for x, group in parts])
 
     def kernel_place(self, heads: int) -> CachePlace | None:
         """The CPU kernel reads blocks from the host; these are on the device."""
         return None
+
+
+def _paged(
+    q: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, window: int | None, scores: Scores
+) -> Tensor:
+    if not gpu_takes(q):
+        return paged_attention(q, keys, values, rows, window, scores)
+    from peagle.kernels.gpu import attention as gpu
+
+    return gpu.paged_attention(q.contiguous(), keys, values, rows, window, scores=scores)
 
 
 class MaskedAttention:
@@ -63,10 +103,22 @@ class MaskedAttention:
         self.mask = mask
         self.distance = positions[:, None] - positions[None, :]  # [N, N]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        scores: Scores = PLAIN,
+    ) -> Tensor:
         mask = self.mask if window is None else self.mask & (self.distance < window)
+        if not scores.is_softmax:
+            return attend(q, k, v, mask, scores)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, N, D]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scores.scale, enable_gqa=True
+        )
         return out[0].transpose(0, 1)
 
 

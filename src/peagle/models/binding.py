@@ -23,6 +23,10 @@ def bind_kernels(model: TargetModel | EagleNetwork, *, batch_invariant: bool = F
 
 
 def _check_batch_invariant(model: nn.Module) -> None:
+    if isinstance(model, TargetModel) and not model.config.has_standard_layers:
+        raise ConfigError(
+            "batch_invariant has no kernels for this target's layers", hint="drop batch_invariant"
+        )
     if any(isinstance(module, Fp8Linear) for module in model.modules()):
         raise ConfigError("batch_invariant has no 8-bit products", hint="drop quantization=fp8")
     device = next(model.parameters()).device

@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.device_batch import TreeRows
+from peagle.kernels.reference.trees import Candidates
 from peagle.kernels.step_ops import StepOps
 from peagle.models.attention import Attention
 from peagle.models.output import OutputRows
+from peagle.speculation.trees import Lattice
 
 
 class Span(NamedTuple):
@@ -115,6 +117,9 @@ class DraftBatch:
     pack_depths: Callable[[int, int], Packing]  # of drafts first .. first + count - 1
     # Rows of drafts first .. first + n - 1, packed -> tokens [B, n], in the target's ids.
     sample: Callable[[OutputRows, int, Packing], Tensor]
+    # Rows of all drafts, packed -> the best tokens of each; None where drafts must be `sample`d.
+    candidates: Callable[[OutputRows, Packing], Candidates] | None
+    temperature: Tensor | None  # [B], 0 where greedy; None: all are
     ops: StepOps
 
 
@@ -131,12 +136,16 @@ class NetworkDrafter(Drafter, Protocol):
         """Draft tokens [B, K], in the target's ids; what stands beyond `num_drafts` is not read."""
         ...
 
+    def feed(self, batch: DraftBatch) -> None:
+        """Brings the cache up to date, and drafts nothing."""
+        ...
+
 
 class ParallelDrafter(NetworkDrafter, Protocol):
-    """A drafter that knows the rows of all drafts after one pass: they can become a tree."""
+    """A drafter that knows the candidates of all drafts after one pass: they can become a tree."""
 
-    def lattice(self, batch: DraftBatch) -> tuple[OutputRows, Packing]:
-        """The rows of drafts 1 .. K, packed."""
+    def lattice(self, batch: DraftBatch) -> Lattice | None:
+        """Of drafts 1 .. K; None where nobody asks for one."""
         ...
 
 

@@ -17,6 +17,7 @@ from peagle.errors import HeadError
 from peagle.kernels.policy import FAST, Policy, gpu_takes
 from peagle.models.attention import Attention
 from peagle.models.config import DecoderConfig
+from peagle.models.correction import Correction
 from peagle.models.fused import FusedLayers
 from peagle.models.head_config import HeadConfig
 from peagle.models.layers import (
@@ -79,6 +80,8 @@ class FirstLayer(nn.Module):
 class EagleNetwork(nn.Module):
     """Rows in, hidden states out. Which rows, and what follows from them, is the caller's."""
 
+    changes_logits = False  # models.output.OutputLayer
+
     target_ids: Tensor  # [Vd]: the target's id of each draft id
 
     def __init__(self, config: HeadConfig, shared: SharedTables) -> None:
@@ -102,7 +105,7 @@ class EagleNetwork(nn.Module):
             + [DecoderLayer(decoder, layer) for layer in range(1, config.num_hidden_layers)]
         )
         self.norm = RMSNorm(size, config.rms_norm_eps)
-        self.rotary = RotaryEmbedding(decoder)
+        self.rotary = RotaryEmbedding(decoder.rope, decoder.max_position_embeddings)
         self.embed_tokens = (
             nn.Embedding(config.vocab_size, size) if config.has_embed_tokens else None
         )
@@ -112,8 +115,14 @@ class EagleNetwork(nn.Module):
         if config.method == "p-eagle":
             self.mask_embedding = nn.Parameter(torch.zeros(size))
             self.mask_hidden = nn.Parameter(torch.zeros(self.fc.in_features))
+        self.correction = (
+            None
+            if config.correction_size is None
+            else Correction(size, config.correction_size, config.rms_norm_eps)
+        )
         self._fused = FusedLayers(list(self.layers), self.rotary)  # type: ignore[arg-type]
         self._output_rows: Tensor | None = None
+        self._draft_ids: Tensor | None = None
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size), persistent=False)
 
     def bind(self, policy: Policy) -> None:
@@ -183,6 +192,22 @@ class EagleNetwork(nn.Module):
                 self._output_rows = rows.t().contiguous().t() if rows.is_cpu else rows
         return self._output_rows
 
+    def output_rows(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """An output table, and its rows for tokens that the head drafts, in the target's ids."""
+        if self.lm_head is None:
+            return self.shared.lm_head.weight, token_ids
+        rows = self.draft_ids()[token_ids] if self.config.reduced_vocabulary else token_ids
+        return self.lm_head.weight, rows
+
+    def draft_ids(self) -> Tensor:
+        """[V]: the draft id of each of the target's ids, -1 where there is none."""
+        if self._draft_ids is None:
+            with torch.inference_mode(False), torch.no_grad():
+                ids = torch.full((self.config.vocab_size,), -1, device=self.target_ids.device)
+                ids[self.target_ids] = torch.arange(len(self.target_ids), device=ids.device)
+                self._draft_ids = ids
+        return self._draft_ids
+
 
 def shared_tables(target: TargetModel) -> SharedTables:
     return SharedTables(target.embed_tokens, target.lm_head)
@@ -210,7 +235,7 @@ def initialise(
         if network.lm_head is not None:
             network.lm_head.weight.copy_(target.lm_head.weight[network.target_ids])
         if network.norm.weight.shape == target.norm.weight.shape:
-            network.norm.weight.copy_(target.norm.weight)
+            network.norm.weight.copy_(target.norm.scale)
         if network.config.method == "p-eagle":
             network.mask_embedding.copy_(target.embed_tokens.weight.mean(dim=0))
             network.mask_hidden.normal_(0.0, 0.02, generator=generator)
@@ -224,6 +249,11 @@ def copy_last_layers(network: EagleNetwork, target: TargetModel) -> None:
     The features then begin as the last aux hidden state, and every layer computes what the
     target's layer of the same distance from the end computes. Needs the target's sizes.
     """
+    if not target.config.has_standard_layers:
+        raise HeadError(
+            "copy_target_layers needs a target whose layers are like a head's",
+            hint="train this head with head.copy_target_layers=false",
+        )
     last = list(target.layers)[-len(network.layers) :]
     first, source = network.layers[0], last[0]
     assert isinstance(first, FirstLayer)

@@ -34,6 +34,9 @@ class Eagle3Drafter:
             drafts.append(sample_drafts(self.network, batch, hidden, depth, 1))
         return torch.cat(drafts, dim=1)
 
+    def feed(self, batch: DraftBatch) -> None:
+        self._real_pass(batch)
+
     def _real_pass(self, batch: DraftBatch) -> Tensor:
         """Runs the new real rows and the prompts'; -> each slot's last state [B, H]."""
         width = batch.tokens.shape[1]

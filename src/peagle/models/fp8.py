@@ -44,6 +44,10 @@ class Fp8Linear(nn.Module):
 
 def quantize_linears(target: TargetModel) -> None:
     """Replaces each layer's four products, one at a time: no second copy of the model is made."""
+    if not target.config.has_standard_layers:
+        raise ConfigError(
+            "quantization=fp8 has no kernels for this target's layers", hint="drop it"
+        )
     places = [place for layer in target.layers for place in _linears(layer)]
     for block, name in places:
         _check_sizes(name, block.get_submodule(name))

@@ -57,6 +57,7 @@ class HeadConfig:
     attention_bias: bool = False  # q, k, v and o have biases
     mlp_bias: bool = False
     mask_token_id: int | None = None  # where an exported table keeps the mask embedding
+    correction_size: int | None = None  # width of models/correction.py; None: it has none
 
     def __post_init__(self) -> None:
         if self.method not in get_args(HeadMethod):
@@ -66,7 +67,7 @@ class HeadConfig:
         sizes = (
             "target_hidden_size target_num_hidden_layers vocab_size hidden_size intermediate_size "
             "num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-            "max_position_embeddings draft_vocab_size max_speculative_tokens"
+            "max_position_embeddings draft_vocab_size max_speculative_tokens correction_size"
         )
         for name in sizes.split():
             value = getattr(self, name)
@@ -77,6 +78,8 @@ class HeadConfig:
                 f"{self.num_attention_heads} attention heads cannot share "
                 f"{self.num_key_value_heads} key-value heads evenly"
             )
+        if self.correction_size is not None and self.method != "p-eagle":
+            raise HeadError("correction_size belongs to p-eagle heads: others draft in sequence")
         if not self.aux_hidden_state_layer_ids:
             raise HeadError("aux_hidden_state_layer_ids is empty")
         if "rope_theta" not in self.rope_parameters:  # no silent default

@@ -14,12 +14,17 @@ class OutputLayer(Protocol):
 
     policy: Policy
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether `logits` are more than the product."""
+        ...
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> [R, V]"""
         ...
 
     def output_product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [R, H], normed, and the table [V, H]: `logits` is their product."""
+        """Rows [R, H], normed, and the table [V, H]: `logits` are made of their product."""
         ...
 
 
@@ -35,7 +40,9 @@ class OutputRows(NamedTuple):
     @property
     def greedy_without_logits(self) -> bool:
         """Where they are greedy."""
-        return self.values is None and self.layer.policy.greedy_without_logits(self.hidden)
+        if self.values is not None or self.layer.changes_logits:
+            return False
+        return self.layer.policy.greedy_without_logits(self.hidden)
 
     def product(self) -> tuple[Tensor, Tensor]:
         return self.layer.output_product(self.hidden)

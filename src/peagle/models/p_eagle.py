@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from peagle.kernels.reference.trees import Candidates
 from peagle.models.drafter import CacheLayout, DraftBatch, Packing, PromptRows, RowItems, Rows
 from peagle.models.eagle import EagleNetwork
 from peagle.models.output import OutputRows
+from peagle.speculation.trees import Lattice, independent
 
 
 class PEagleDrafter:
@@ -27,10 +29,44 @@ class PEagleDrafter:
             self.mask_feature = network.mask_feature()  # constant once loaded
 
     def propose(self, batch: DraftBatch) -> Tensor:
-        return sample_drafts(self.network, batch, self._draft_rows(batch), 0, batch.depth)
+        """A correction has a say where drafts are chosen among candidates. By rejection they are
+        drawn from the whole of each row's distribution, each by itself."""
+        if self.network.correction is None or batch.candidates is None:
+            return sample_drafts(self.network, batch, self._draft_rows(batch), 0, batch.depth)
+        lattice = self.lattice(batch)
+        if lattice is None:
+            return batch.slots.new_zeros(len(batch.slots), batch.depth)
+        return batch.ops.best_chain(*lattice)
 
-    def lattice(self, batch: DraftBatch) -> tuple[OutputRows, Packing]:
+    def feed(self, batch: DraftBatch) -> None:
+        self._draft_rows(batch)
+
+    def lattice(self, batch: DraftBatch) -> Lattice | None:
+        assert batch.candidates is not None, "a tree is grown from candidates"
+        output, packing = self.output(batch)
+        if not len(packing):
+            return None
+        candidates = batch.candidates(output, packing)
+        return Lattice(candidates.token_ids, self._log_probs(batch, output, packing, candidates))
+
+    def output(self, batch: DraftBatch) -> tuple[OutputRows, Packing]:
+        """The rows of drafts 1 .. K, packed."""
         return draft_output(self.network, batch, self._draft_rows(batch), 0, batch.depth)
+
+    def _log_probs(
+        self, batch: DraftBatch, output: OutputRows, packing: Packing, candidates: Candidates
+    ) -> Tensor:
+        network, correction = self.network, self.network.correction
+        if correction is None or batch.depth == 1:
+            return independent(candidates.log_probs)
+        normed = packing.put(output.product()[0]).view(len(batch.slots), batch.depth, -1)
+        return correction.log_probs(
+            normed,
+            candidates,
+            batch.temperature,
+            network.embedding.weight,
+            network.output_rows(candidates.token_ids),
+        )
 
     def _draft_rows(self, batch: DraftBatch) -> Tensor:
         """The hidden states that predict drafts 1 .. K.  # [B * K, H]"""

@@ -15,24 +15,37 @@ from torch import Tensor
 from peagle.errors import ModelError
 
 # Their inverse frequencies do not depend on the sequence length, so one table serves all steps.
-STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def rope_parameters(
-    parameters: Mapping[str, Any], *, head_dim: int, max_position_embeddings: int
+    parameters: Mapping[str, Any],
+    *,
+    head_dim: int,
+    max_position_embeddings: int,
+    partial: bool = False,
 ) -> tuple[Tensor, float]:
-    """Inverse frequencies [head_dim / 2] and the scale of cos and sin."""
+    """Inverse frequencies [head_dim / 2] and the scale of cos and sin.
+
+    `partial`: of a family whose `partial_rotary_factor` counts; fewer frequencies, then, turn the
+    first dimensions alone. Of type "proportional" the others have the frequency 0.
+    """
     kind = parameters.get("rope_type", parameters.get("type", "default"))  # the older word
     if kind not in STATIC_ROPE_TYPES:
         raise ModelError(
             f"rope type {kind!r} is not supported",
             hint=f"supported: {', '.join(STATIC_ROPE_TYPES)}",
         )
-    if kind != "default" and parameters.get("partial_rotary_factor", 1.0) != 1.0:
+    turning = parameters.get("partial_rotary_factor", 1.0)
+    if kind not in ("default", "proportional") and turning != 1.0:
         raise ModelError("a partial_rotary_factor is not supported", hint="1.0 is")
+    if kind == "default" and partial:
+        head_dim = int(head_dim * turning)
     given = {"original_max_position_embeddings": max_position_embeddings, **parameters}
     try:
         wavelengths = given["rope_theta"] ** (_even_numbers(head_dim) / head_dim)
+        if kind == "proportional":
+            return _proportional(1.0 / wavelengths, given), 1.0
         if kind == "linear":
             return 1.0 / wavelengths / given["factor"], 1.0
         if kind == "llama3":
@@ -52,6 +65,13 @@ def rope_parameters(
 def _even_numbers(head_dim: int) -> Tensor:
     # A real device even while modules are made on meta.
     return torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
+
+
+def _proportional(inverse: Tensor, given: Mapping[str, Any]) -> Tensor:
+    """A share of all frequencies; the rest do not turn."""
+    turning = int(given.get("partial_rotary_factor", 1.0) * 2 * len(inverse) // 2)
+    stretched = inverse / given.get("factor", 1.0)
+    return torch.cat((stretched[:turning], torch.zeros_like(inverse[turning:])))
 
 
 def _llama3(inverse: Tensor, given: Mapping[str, Any]) -> Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from peagle.data.fingerprints import template_fingerprint, tokenizer_fingerprint
 from peagle.errors import DataError
 from peagle.prepare.dialogue import DialogueOptions, Renderer, chat_renderer, raw_renderer
+from peagle.prepare.harmony import final_text, speaks_harmony
 from peagle.sampling_params import SamplingParams
 
 SAMPLING = ("temperature", "top_p", "top_k", "max_tokens")
@@ -24,9 +25,11 @@ class DatasetSpec:
     raw: bool = False  # prompts as they are, without the chat template
     cut_loops: int | None = None
     answers_from: str = EMBEDDED
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # a reasoning mode ...
 
     def record(self, tokenizer: Any) -> dict[str, Any]:
         """What the manifest records."""
+        kwargs = {"chat_template_kwargs": dict(self.chat_template_kwargs)}
         return {
             "target": self.target,
             "tokenizer": tokenizer_fingerprint(tokenizer),
@@ -36,11 +39,15 @@ class DatasetSpec:
             **{name: getattr(self.params, name) for name in SAMPLING},
             "seed": self.seed,
             "cut_loops": self.cut_loops,
+            **(kwargs if self.chat_template_kwargs else {}),
         }
 
     def dialogue_options(self, tokenizer: Any) -> DialogueOptions:
-        def decode(token_ids: list[int]) -> str:
-            return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+        harmony = not self.raw and speaks_harmony(tokenizer.chat_template)
+
+        def decode(token_ids: list[int]) -> str | None:
+            text = str(tokenizer.decode(token_ids, skip_special_tokens=not harmony))
+            return final_text(text) if harmony else text
 
         return DialogueOptions(self._renderer(tokenizer), decode, self.seed, self.cut_loops)
 
@@ -49,7 +56,7 @@ class DatasetSpec:
             return raw_renderer(tokenizer)
         if not tokenizer.chat_template:
             raise DataError(f"{self.target} has no chat template", hint="add --raw")
-        return chat_renderer(tokenizer, self.system)
+        return chat_renderer(tokenizer, self.system, self.chat_template_kwargs)
 
 
 def recorded_params(made_by: Mapping[str, Any]) -> SamplingParams:

@@ -9,7 +9,7 @@ of its own: a row never holds tokens that serving would not see.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,15 @@ from peagle.speculation.looping import loop_start
 Renderer = Callable[[list[Message]], list[int]]
 
 
-def chat_renderer(tokenizer: Any, system: str | None = None) -> Renderer:
+def chat_renderer(
+    tokenizer: Any, system: str | None = None, template_kwargs: Mapping[str, Any] | None = None
+) -> Renderer:
     """`system` is for conversations that bring no system message of their own."""
     reader = PromptReader(tokenizer)
 
     def render(messages: list[Message]) -> list[int]:
-        ids: list[int] = reader.render_chat(with_system(messages, system))["prompt_token_ids"]
+        rendered = reader.render_chat(with_system(messages, system), kwargs=template_kwargs)
+        ids: list[int] = rendered["prompt_token_ids"]
         return ids
 
     return render
@@ -51,7 +54,8 @@ class DialogueOptions:
     """How every conversation of a dataset is asked, and what is kept of its answers."""
 
     render: Renderer
-    decode: Callable[[list[int]], str]
+    # An answer as a client sends it back; None: there is nothing that it could send.
+    decode: Callable[[list[int]], str | None]
     seed: int
     cut_loops: int | None  # tokens kept after a loop begins; None: all
 
@@ -87,7 +91,11 @@ class Dialogue:
         self._builder.add(
             question.prompt_token_ids, kept, clipped=answer.clipped, looping=start is not None
         )
-        self._messages.append(_message("assistant", self.options.decode(answer.token_ids)))
+        text = self.options.decode(answer.token_ids)
+        if text is None:
+            self._ended = True
+        else:
+            self._messages.append(_message("assistant", text))
 
     def finish(self) -> list[Row]:
         return self._builder.finish()

@@ -6,23 +6,24 @@ second run skips exactly what is on disk.
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
-from safetensors import SafetensorError
-
 from peagle.data.dataset import DatasetWriter
 from peagle.data.prompts import BadPrompt, Conversation
 from peagle.errors import DataError, RequestError
+from peagle.files import writing
 from peagle.prepare.answers import AnswerSource, Question, TargetAnswer
 from peagle.prepare.dialogue import Dialogue, DialogueOptions
+from peagle.processes import uninterrupted
 
 ERRORS = "errors.jsonl"
+GO_ON = "give the same command again: rows written before are safe"
 ALL_ROWS = 1 << 62  # the writer must not cut a conversation in two: we say when to flush
 
 
@@ -75,15 +76,19 @@ class Preparation:
         done = self.writer.row_ids()
         todo = [c for c in conversations if c.id not in done]
         self.counts.already_done = len(conversations) - len(todo)
-        with reported_writes(self.writer.folder):
+        with writing(self.writer.folder, then=GO_ON):
             self.errors.write_text("")  # what failed before is tried again
             for where, error in bad:
                 self._fail(where, error)
+            gc.collect()
+            gc.freeze()  # else each full collection looks at all libraries while a GPU waits
             try:
                 self._answer_all(todo)
-            finally:
+            finally:  # after Ctrl-C or a lost endpoint, too
+                gc.unfreeze()
+                with uninterrupted():
+                    self.writer.flush()
                 self.source.close()
-                self.writer.flush()  # after Ctrl-C or a lost endpoint, too
         self.counts.failed += len(bad)
         return self.counts
 
@@ -96,15 +101,17 @@ class Preparation:
                 dialogues[pair[0]] = pair[1]
             if not dialogues:
                 return
-            for question, answer in self.source.collect():
-                dialogue = dialogues.pop(question)
-                following = self._take(dialogue, question, answer)
-                if following is not None:
-                    dialogues[following] = dialogue
-            now = monotonic()
-            if now - flushed > self.flush_seconds:
-                self.writer.flush()
-                flushed = now
+            answers = self.source.collect()  # may be interrupted: what it loses is asked again
+            with uninterrupted():
+                for question, answer in answers:
+                    dialogue = dialogues.pop(question)
+                    following = self._take(dialogue, question, answer)
+                    if following is not None:
+                        dialogues[following] = dialogue
+                now = monotonic()
+                if now - flushed > self.flush_seconds:
+                    self.writer.flush()
+                    flushed = now
             self.report(
                 PreparationProgress(self._num_done, len(todo), self.counts.num_tokens, now - begun)
             )
@@ -168,15 +175,3 @@ class Preparation:
     @property
     def errors(self) -> Path:
         return self.writer.folder / ERRORS
-
-
-@contextmanager
-def reported_writes(folder: Path) -> Iterator[None]:
-    """A full disk is the user's to mend; what was written before it stays."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise DataError(
-            f"cannot write to {folder}: {error}",
-            hint="rows written before are safe: make room and give the same command again",
-        ) from error

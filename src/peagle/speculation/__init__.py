@@ -5,6 +5,7 @@ sampling      logits -> penalties -> filters -> token
 verify        which drafts the target keeps
 acceptance    how likely it keeps a sampled draft
 trees         drafts as trees: several continuations of one prefix
+budget        how many drafts a step verifies: as many as pay (no torch)
 draft_limit   how many drafts a request may have
 statistics    acceptance counters under vLLM's names (no torch)
 looping       whether an answer repeats itself (no torch)

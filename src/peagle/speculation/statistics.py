@@ -23,6 +23,9 @@ class SpecDecodeStats:
     num_draft_tokens_per_pos: list[int] = field(default_factory=list)
     num_reached_tokens_per_pos: list[int] = field(default_factory=list)  # all before it accepted
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    # Zero unless the engine chooses how many drafts a step verifies:
+    num_offered_tokens: int = 0  # drafts that requests may have had
+    num_expected_tokens: float = 0.0  # drafts that were expected to be accepted
     num_output_tokens: int = 0
     draft_time: float = 0.0  # seconds, as are the next two
     verify_time: float = 0.0
@@ -70,6 +73,18 @@ class SpecDecodeStats:
         return 1.0 + _ratio(self.num_accepted_tokens, self.num_drafts)
 
     @property
+    def mean_draft_tokens(self) -> float:
+        """Draft tokens per decode step, those without any included."""
+        return _ratio(self.num_draft_tokens, self.num_steps)
+
+    @property
+    def expected_acceptance_length(self) -> float | None:
+        """What the engine counted on where `mean_acceptance_length` came; None: it does not."""
+        if not self.num_offered_tokens:
+            return None
+        return 1.0 + _ratio(self.num_expected_tokens, self.num_drafts)
+
+    @property
     def acceptance_rate(self) -> float:
         """Accepted drafts per draft; 0.0 if nothing was drafted."""
         return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
@@ -97,6 +112,8 @@ class SpecDecodeStats:
         """Counters and derived numbers, ready for JSON."""
         return asdict(self) | {
             "mean_acceptance_length": self.mean_acceptance_length,
+            "expected_acceptance_length": self.expected_acceptance_length,
+            "mean_draft_tokens": self.mean_draft_tokens,
             "acceptance_rate": self.acceptance_rate,
             "per_position_acceptance": self.per_position_acceptance,
             "conditional_acceptance": self.conditional_acceptance,
@@ -107,5 +124,5 @@ def _add(mine: list[int], others: list[int]) -> list[int]:
     return [a + b for a, b in zip_longest(mine, others, fillvalue=0)]
 
 
-def _ratio(part: int, whole: int) -> float:
+def _ratio(part: float, whole: int) -> float:
     return part / whole if whole else 0.0

@@ -5,6 +5,10 @@ token before it, so a chain is the tree with parents 0, 1, 2 ... Nodes are in fa
 probability of their whole path; a parent therefore stands before its children, and any first n
 nodes are a tree, too: the n best.
 
+The **lattice** that trees and chains are grown from: M candidates for each of K depths, and their
+log-probabilities behind each candidate of the depth before. Where depths do not depend on each
+other these are the same behind all.
+
 Shapes: B requests, N nodes, K depths, M candidates at each depth.
 """
 
@@ -17,6 +21,11 @@ import torch
 from torch import Tensor
 
 BEAM = 8  # candidates at each depth, and paths that go on from it
+
+
+class Lattice(NamedTuple):
+    token_ids: Tensor  # [B, K, M] int64
+    log_probs: Tensor  # [B, K, M, M] float32: behind which candidate, of which candidate
 
 
 class Tree(NamedTuple):
@@ -38,33 +47,54 @@ def num_candidates(depth: int, beam: int) -> int:
 
 
 def grow_tree(token_ids: Tensor, log_probs: Tensor, num_nodes: int) -> Tree:
-    """The best paths through a lattice whose depths do not depend on each other.
-
-    token_ids  # [B, K, M] candidates of each depth
-    log_probs  # [B, K, M] float32, in falling order
+    """The best paths through a lattice, [B, K, M] and [B, K, M, M].
 
     A beam of M paths: each has M continuations at the next depth, and the best M of these go on.
     The nodes are the best of all continuations. Sums only fall along a path, and of equal ones the
     earlier comes first, so a node's parent is always among the nodes before it.
     """
     batch, depth, beam = token_ids.shape
-    log_probs = log_probs.clamp(max=0.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    log_probs = usable_log_probs(log_probs)
     tokens, scores, parents = (
         [token_ids[:, 0]],
-        [log_probs[:, 0]],
+        [log_probs[:, 0, 0]],
         [-torch.ones_like(token_ids[:, 0])],
     )
-    beam_scores = log_probs[:, 0]  # [B, M]
+    beam_scores = log_probs[:, 0, 0]  # [B, M]
     beam_places = torch.arange(beam, device=token_ids.device).expand(batch, beam)  # in the pool
+    last = beam_places  # [B, M] the candidate at the end of each path
     for d in range(1, depth):
-        sums = (beam_scores[:, :, None] + log_probs[:, d, None, :]).flatten(1)  # [B, M * M]
+        behind = log_probs[:, d].gather(1, last[..., None].expand(-1, -1, beam))  # [B, M, M]
+        sums = (beam_scores[:, :, None] + behind).flatten(1)  # [B, M * M]
         tokens.append(token_ids[:, d].repeat(1, beam))
         scores.append(sums)
         parents.append(beam_places.repeat_interleave(beam, dim=1))
         best = sums.sort(dim=1, descending=True, stable=True).indices[:, :beam]
         beam_scores = sums.gather(1, best)
-        beam_places = best + num_candidates(d, beam)
+        beam_places, last = best + num_candidates(d, beam), best % beam
     return _best_nodes(torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1), num_nodes)
+
+
+def best_chain(token_ids: Tensor, log_probs: Tensor) -> Tensor:
+    """The best candidate of each depth behind the one before.  # -> [B, K]"""
+    log_probs = usable_log_probs(log_probs)
+    last = log_probs[:, 0, 0].argmax(1, keepdim=True)  # [B, 1]
+    chain = [token_ids[:, 0].gather(1, last)]
+    for d in range(1, token_ids.shape[1]):
+        behind = log_probs[:, d].gather(1, last[..., None].expand(-1, -1, log_probs.shape[3]))
+        last = behind[:, 0].argmax(1, keepdim=True)
+        chain.append(token_ids[:, d].gather(1, last))
+    return torch.cat(chain, dim=1)
+
+
+def usable_log_probs(log_probs: Tensor) -> Tensor:
+    """At most 0, and -inf where they are not numbers."""
+    return log_probs.clamp(max=0.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+
+
+def independent(log_probs: Tensor) -> Tensor:
+    """[B, K, M] -> a lattice whose depths do not depend on each other  # [B, K, M, M]"""
+    return log_probs[:, :, None, :].expand(-1, -1, log_probs.shape[2], -1)
 
 
 def _best_nodes(tokens: Tensor, scores: Tensor, parents: Tensor, num_nodes: int) -> Tree:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from peagle.kernels.reference.attention import PLAIN, Scores
 from peagle.models.attention import Attention, MaskedAttention
 from peagle.models.masks import Elements, dense_mask, may_attend
 
@@ -49,10 +50,27 @@ class FlexAttention:
         self.masks = {w: block_mask(elements, positions, w) for w in windows}
         self.flex = flex
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        scores: Scores = PLAIN,
+    ) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, N, D]
-        out: Tensor = self.flex(q, k, v, block_mask=self.masks[window], enable_gqa=True)
-        return out[0].transpose(0, 1)
+        options: dict[str, Any] = {"block_mask": self.masks[window], "enable_gqa": True}
+        if scores.scale is not None:
+            options["scale"] = scores.scale
+        if scores.cap is not None:
+            options["score_mod"] = capped(scores.cap)
+        if scores.sinks is None:
+            return self.flex(q, k, v, **options)[0].transpose(0, 1)  # type: ignore[no-any-return]
+        out, lse = self.flex(q, k, v, **options, return_lse=True)  # [1, heads, N, D], [1, heads, N]
+        # A softmax with one more term: what the keys' share of its denominator is.
+        share = (lse - scores.sinks.to(lse.dtype)[:, None]).sigmoid()
+        return (out * share[..., None].to(out.dtype))[0].transpose(0, 1)  # type: ignore[no-any-return]
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """-> the output [N, heads, D] and the log of the softmax's denominator [N, heads]."""
@@ -60,6 +78,16 @@ class FlexAttention:
         mask = self.masks[None]
         out, lse = self.flex(q, k, v, block_mask=mask, enable_gqa=True, return_lse=True)
         return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+
+@functools.cache
+def capped(cap: float) -> Callable[..., Tensor]:
+    """One function per cap, so that one kernel is compiled for it."""
+
+    def score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return cap * (score / cap).tanh()
+
+    return score
 
 
 @functools.cache

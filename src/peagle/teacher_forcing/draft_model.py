@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from peagle.kernels.reference.attention import PLAIN, Scores
 from peagle.models.attention import MaskedAttention
 from peagle.models.eagle import EagleNetwork
 from peagle.models.masks import Elements, dense_mask
@@ -37,11 +38,23 @@ class DraftModel(nn.Module):
 
     def forward(self, segment: Segment, features: Features) -> tuple[Tensor, Tensor]:
         """-> the loss rows' states after the final norm [C, H], and the output table [Vd, H]."""
+        states = self.states(segment, features)
+        return self.corrected(states, segment, features), self.network.output_weight()
+
+    def states(self, segment: Segment, features: Features) -> Tensor:
+        """The loss rows' states after the final norm [C, H], uncorrected."""
         if self.network.config.method == "p-eagle":
-            states = loss_states(self.network, segment, features)
-        else:
-            states = self._unrolled_states(segment, features)
-        return states, self.network.output_weight()
+            return loss_states(self.network, segment, features)
+        return self._unrolled_states(segment, features)
+
+    def corrected(self, states: Tensor, segment: Segment, features: Features) -> Tensor:
+        """The same, where the drafter has a correction, with the true token before each: a draft
+        counts only where all before it were right."""
+        if self.network.correction is None:
+            return states
+        tokens = features.next_tokens[(segment.slots - 1).clamp(min=0)]  # at `slots`
+        corrected = self.network.correction(states, self.network.embed(tokens))
+        return torch.where((segment.loss_depth > 0)[:, None], corrected, states)
 
     def _unrolled_states(self, segment: Segment, features: Features) -> Tensor:
         n = segment.last
@@ -110,8 +123,17 @@ class ChainAttention:
         self.keys: dict[int, list[Tensor]] = {}  # by layer, one [n, g, D] per step
         self.values: dict[int, list[Tensor]] = {}
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        scores: Scores = PLAIN,
+    ) -> Tensor:
         assert window is None, "heads have no sliding window"
+        assert scores.is_default
         keys, values = self.keys.setdefault(layer, []), self.values.setdefault(layer, [])
         keys.append(k)
         values.append(v)
@@ -121,8 +143,8 @@ class ChainAttention:
         own_keys = torch.stack([_per_head(x, q.shape[1]) for x in keys[1:]])  # [j, n, h, D]
         own_values = torch.stack([_per_head(x, q.shape[1]) for x in values[1:]])
         precise = torch.promote_types(q.dtype, torch.float32)
-        scores = (q * own_keys).sum(-1, dtype=precise) * q.shape[-1] ** -0.5  # [j, n, h]
-        shares = torch.cat((lse[None].to(precise), scores)).softmax(0).to(q.dtype)[..., None]
+        products = (q * own_keys).sum(-1, dtype=precise) * q.shape[-1] ** -0.5  # [j, n, h]
+        shares = torch.cat((lse[None].to(precise), products)).softmax(0).to(q.dtype)[..., None]
         return shares[0] * out + (shares[1:] * own_values).sum(0)
 
 

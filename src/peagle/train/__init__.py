@@ -1,6 +1,7 @@
 """Training of P-EAGLE and EAGLE-3 heads.
 
 recipe       what a run is told: YAML sections and overrides
+recipe_yaml  a recipe as commented YAML, and what its keys take
 inputs       what is read before any weight: sizes of target and head, rows
 head         the head that a run trains: its sizes and first weights
 setup        from a recipe to the parts of a run

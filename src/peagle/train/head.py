@@ -12,6 +12,7 @@ from peagle.checkpoints.heads.loading import load_head
 from peagle.data.dataset import Dataset
 from peagle.errors import ConfigError
 from peagle.models.config import DecoderConfig
+from peagle.models.correction import Correction, initialise_correction
 from peagle.models.eagle import EagleNetwork, initialise, shared_tables
 from peagle.models.head_config import HeadConfig
 from peagle.models.target import TargetModel, default_aux_hidden_state_layers
@@ -49,6 +50,7 @@ def head_config(recipe: Recipe, target: DecoderConfig, rope: dict[str, Any]) -> 
         norm_before_residual=head.norm_before_residual,
         norm_output=head.norm_output,
         mask_token_id=head.mask_token_id,
+        correction_size=head.correction_size,
     )
 
 
@@ -77,6 +79,9 @@ def build_network(
     if recipe.head.start_from is not None:
         network = load_head(recipe.head.start_from, target, dtype=dtype, device=table.device)
         network.config = continued(recipe.head.start_from, network.config, config)
+        if config.correction_size is not None:
+            return with_correction(network, recipe.run.seed)
+        network.correction = None  # it was made for the head as it was
         return network.train().requires_grad_(True)
     network = EagleNetwork(config, shared_tables(target))
     if config.reduced_vocabulary:
@@ -87,6 +92,25 @@ def build_network(
     return network
 
 
+def with_correction(network: EagleNetwork, seed: int) -> EagleNetwork:
+    """The head with a correction that learns alone. One that it has goes on from where it is."""
+    config, weight = network.config, network.fc.weight
+    assert config.correction_size is not None
+    network.requires_grad_(False)
+    had = None if network.correction is None else network.correction.down_proj.in_features
+    if had not in (None, config.correction_size):
+        raise ConfigError(
+            f"the head has a correction of size {had}, not {config.correction_size}",
+            hint=f"set head.correction_size={had}, or start from the head without it",
+        )
+    if network.correction is None:
+        correction = Correction(config.hidden_size, config.correction_size, config.rms_norm_eps)
+        network.correction = correction.to(weight.device, weight.dtype)
+        initialise_correction(correction, torch.Generator(weight.device).manual_seed(seed))
+    network.correction.requires_grad_(True)
+    return network.train()
+
+
 # What a run may change of the head that it starts from, and what no recipe can ask for.
 CHANGED = (
     "target_model",
@@ -94,6 +118,7 @@ CHANGED = (
     "max_speculative_tokens",
     "num_speculative_tokens",
     "mask_token_id",
+    "correction_size",
 )
 KEPT = ("norm_before_fc", "fc_norm", "attention_bias", "mlp_bias")
 

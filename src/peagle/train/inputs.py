@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peagle.checkpoints.references import load_config, resolve_model
-from peagle.checkpoints.targets import decoder_sizes
+from peagle.checkpoints.references import load_config, resolve_model, same_target
 from peagle.data.dataset import Dataset, check_tokens
 from peagle.errors import DataError
-from peagle.models.config import DecoderConfig
+from peagle.models.config import DecoderConfig, head_rope
 from peagle.models.head_config import HeadConfig
 from peagle.train.head import head_config
 from peagle.train.recipe import Recipe
 
+logger = logging.getLogger(__name__)
 CHECKED_ROWS = 256  # whose tokens are compared with the target's vocabulary
 
 
@@ -36,8 +37,25 @@ class Inputs:
 def read_inputs(recipe: Recipe) -> Inputs:
     """Reads them by the target's reference; no weight is loaded."""
     config = load_config(resolve_model(recipe.target.model))
-    known = decoder_sizes if recipe.data.features == "vllm" else DecoderConfig.from_transformers
-    return open_inputs(recipe, known(config), dict(config.rope_parameters))
+    inputs = open_inputs(recipe, DecoderConfig.from_transformers(config), head_rope(config))
+    _warn(inputs)
+    return inputs
+
+
+def _warn(inputs: Inputs) -> None:
+    recipe, dataset = inputs.recipe, inputs.dataset
+    target, answered_by = recipe.target.model, dataset.manifest["made_by"].get("target")
+    if answered_by is not None and not same_target(str(answered_by), target):
+        logger.warning(
+            "the answers in %s are %s's, not %s's: a head learns what its own target says",
+            *(dataset.folder, answered_by, target),
+        )
+    if not inputs.held_out:
+        logger.warning(
+            "none of the %d rows is held out at data.held_out_share=%s: the head is not evaluated, "
+            "and the last one is kept",
+            *(len(dataset), recipe.data.held_out_share),
+        )
 
 
 def open_inputs(recipe: Recipe, sizes: DecoderConfig, rope: dict[str, Any]) -> Inputs:

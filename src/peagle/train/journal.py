@@ -14,13 +14,15 @@ from peagle.files import atomic_file, write_atomic
 logger = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 BOARD = "tensorboard"
-PLOTS = ("tensorboard", "matplotlib")
-Report = Callable[[str], None]
 CURVES = "curves.png"
+PLOTS = {"tensorboard": "TensorBoard files", "matplotlib": CURVES}  # by package
+INSTALL = "pip install 'peagle[plots]'"
+Report = Callable[[str], None]
 
 
 class Journal:
-    """`from_step`: where the run goes on; what an earlier one wrote beyond it is forgotten."""
+    """`from_step`: where the run goes on, its newest evaluation being that of `evaluated_step`;
+    what an earlier one wrote beyond them is forgotten."""
 
     def __init__(
         self,
@@ -28,6 +30,7 @@ class Journal:
         report: Report = logger.info,
         *,
         from_step: int = 0,
+        evaluated_step: int = -1,
         silent: bool = False,
     ) -> None:
         self.folder, self.report, self.silent = folder, report, silent
@@ -36,9 +39,10 @@ class Journal:
         self._board: Any = None
         if silent:
             return
-        forget_after(folder, from_step)
+        forget_after(folder, from_step, evaluated_step)
         if missing:
-            report(f"no plots: {' and '.join(missing)} missing (pip install 'peagle[plots]')")
+            files = " and ".join(PLOTS[name] for name in missing)
+            report(f"not written: {files}; {' and '.join(missing)} missing: {INSTALL}")
         if "tensorboard" not in missing:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -74,10 +78,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]  # a whole line ends with a newline
 
 
-def forget_after(folder: Path, step: int) -> None:
-    """Steps that will be done again leave no second line, and half a line is removed."""
+def forget_after(folder: Path, step: int, evaluated_step: int) -> None:
+    """What will be done again leaves no second line, and half a line is removed."""
+    newest = {"train": step, "evaluate": evaluated_step}
     if (folder / METRICS).exists():
-        kept = [line for line in read_metrics(folder) if line["step"] <= step]
+        kept = [line for line in read_metrics(folder) if line["step"] <= newest[line["kind"]]]
         write_atomic(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
 
 
@@ -112,27 +117,37 @@ def describe(line: dict[str, Any]) -> str:
 
 
 def draw_curves(lines: list[dict[str, Any]], path: Path) -> None:
-    """Loss, accuracy by depth and acceptance length by K from the lines of metrics.jsonl.
-
-    Needs matplotlib.
-    """
+    """Loss, accuracy by draft position and acceptance length by K from the lines of metrics.jsonl;
+    a panel for each of them that has values. Needs matplotlib."""
     from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
 
-    train = [line for line in lines if line["kind"] == "train"]
-    evaluations = [line for line in lines if line["kind"] == "evaluate"]
-    figure = Figure(figsize=(15, 4), layout="constrained")
-    loss, accuracy, acceptance = figure.subplots(1, 3)
-    steps = [line["step"] for line in train]
-    loss.plot(steps, [line["loss"] for line in train])
-    for depth in range(len(train[0]["accuracy"]) if train else 0):
-        accuracy.plot(steps, [line["accuracy"][depth] for line in train], label=f"depth {depth}")
-    evaluated = [line["step"] for line in evaluations]
-    lengths = [line["all"]["acceptance_length"] for line in evaluations]
-    for k, by_step in enumerate(zip(*lengths, strict=True), start=1):
-        acceptance.plot(evaluated, by_step, marker=".", label=f"K = {k}")
-    for axes, title in ((loss, "loss"), (accuracy, "accuracy"), (acceptance, "acceptance length")):
+    panels = {name: curves for name, curves in curves_of(lines).items() if curves}
+    if not panels:
+        return
+    figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
+    for axes, (title, curves) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+    ):
+        for label, points in curves.items():
+            axes.plot(*zip(*points, strict=True), marker=".", label=label)
         axes.set(title=title, xlabel="step")
-        if axes.get_legend_handles_labels()[0]:
+        if len(curves) > 1:
             axes.legend(fontsize=7)
     with atomic_file(path) as temporary:
         figure.savefig(temporary, dpi=120, format="png")
+
+
+def curves_of(lines: list[dict[str, Any]]) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Title of a panel -> label of a curve -> step and value. Positions count from 1, as K does."""
+    found: dict[str, dict[str, list[tuple[int, float]]]]
+    found = {"loss": {}, "accuracy": {}, "acceptance length": {}}
+    for line in lines:
+        step = line["step"]
+        if line["kind"] == "evaluate":
+            for k, value in enumerate(line["all"]["acceptance_length"], start=1):
+                found["acceptance length"].setdefault(f"K = {k}", []).append((step, value))
+            continue
+        found["loss"].setdefault("loss", []).append((step, line["loss"]))
+        for position, value in enumerate(line["accuracy"], start=1):
+            found["accuracy"].setdefault(f"draft {position}", []).append((step, value))
+    return found

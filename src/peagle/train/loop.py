@@ -8,8 +8,9 @@ import time
 
 from peagle.errors import TrainingError
 from peagle.evaluate.evaluator import Evaluation
+from peagle.processes import StopSignals, Terminated
 from peagle.train.batches import Prefetch
-from peagle.train.distributed import rank, total
+from peagle.train.distributed import rank, total, world_size
 from peagle.train.journal import Journal, Report
 from peagle.train.optimizer import learning_rate_share
 from peagle.train.planner import PlannedRow
@@ -29,12 +30,17 @@ class TrainingRun:
         self.setup, self.recipe = setup, setup.recipe
         self.folder = RunFolder(setup)
         self.total_steps = total_steps(setup)
-        self.progress = self.folder.start(resume=resume)
+        self.progress = self.folder.start(resume=resume, report=report if rank() == 0 else _silent)
         step = self.progress.step
         with self.folder.writing():
-            self.journal = Journal(self.folder.path, report, from_step=step, silent=rank() > 0)
+            self.journal = Journal(
+                self.folder.path,
+                report,
+                from_step=step,
+                evaluated_step=self.progress.evaluated_step,
+                silent=rank() > 0,
+            )
         self._saved = self.progress if step else None
-        self._evaluated = -1  # step
         self._log_time = time.monotonic()
         self._waited = 0.0
         self._done = 1.0  # share of the run
@@ -42,26 +48,45 @@ class TrainingRun:
         self._warned = False
 
     def __call__(self) -> RunProgress:
-        """Trains to the end of the schedule; -> where it stands then."""
+        """Trains to the end of the schedule; -> where it stands then. A signal to stop interrupts
+        after the step that it meets, when that is saved; a second one at once."""
         setup, recipe = self.setup, self.recipe
         per_step = recipe.data.rows_per_step
         rows = setup.batches.rows_from(self.progress.step * per_step)
         pin = setup.trainer.device.type == "cuda"
         prefetch = Prefetch(rows, recipe.data.prefetch, pin=pin)
         try:
-            while (share := self._share()) < 1.0:
-                began, self._done = time.monotonic(), share
-                planned = self._next(prefetch, per_step)
-                rate = learning_rate_share(recipe.schedule, share)
-                setup.trainer.step(planned, recipe.optimizer.learning_rate * rate)
-                self._count_step(began)
-                self._after_step()
-            self._finish()
+            with StopSignals(impatient=True) as signals:
+                while (share := self._share()) < 1.0 and not self._must_stop(signals):
+                    began, self._done = time.monotonic(), share
+                    planned = self._next(prefetch, per_step)
+                    rate = learning_rate_share(recipe.schedule, share)
+                    setup.trainer.step(planned, recipe.optimizer.learning_rate * rate)
+                    self._count_step(began)
+                    self._after_step()
+                self._finish(whole=share >= 1.0)
+            signals.interrupt()
+            if share < 1.0:  # another process was told to stop
+                raise Terminated
         finally:
             prefetch.close()
             with self.folder.writing():
                 self.journal.close()
         return self.progress
+
+    @property
+    def saved_step(self) -> int:
+        """Where a resumed run would begin."""
+        return self._saved.step if self._saved else 0
+
+    def _must_stop(self, signals: StopSignals) -> bool:
+        """Processes stop after the same step, so they agree; only where they log, because that
+        waits for their devices anyway."""
+        stop = bool(signals.received)
+        if world_size() == 1:
+            return stop
+        agree = self.progress.step % self.recipe.run.log_every == 0
+        return agree and total(float(stop), self.setup.trainer.device) > 0
 
     def _next(self, prefetch: Prefetch, count: int) -> list[PlannedRow]:
         began = time.monotonic()
@@ -138,11 +163,12 @@ class TrainingRun:
         if self.setup.evaluator is None:
             self.folder.save_head()
             return None
-        step = self._evaluated = self.progress.step
+        step = self.progress.step
         result = self.setup.evaluator(self.setup.trainer.model)
         length = result.acceptance_length(self.recipe.head.num_speculative_tokens)
         with self.folder.writing():
             self.journal.write("evaluate", {"step": step, **result.as_dict()})
+        self.progress = self.progress._replace(evaluated_step=step)
         if length > self.progress.best or self.folder.lost_head():
             self.progress = self.progress._replace(best=length, best_step=step)
             self.folder.save_head()
@@ -154,12 +180,17 @@ class TrainingRun:
         self._saved = self.progress
         self._log_time = time.monotonic()
 
-    def _finish(self) -> None:
+    def _finish(self, *, whole: bool) -> None:
         self._log()
-        if self._evaluated != self.progress.step:
+        evaluated = self.progress.evaluated_step == self.progress.step
+        if whole and (not evaluated or self.folder.lost_head()):
             self.evaluate()
-        if self._saved != self.progress:
+        if self._saved != self.progress and self.progress.step:
             self.save()
+
+
+def _silent(_line: str) -> None:
+    pass
 
 
 def total_steps(setup: Setup) -> int:

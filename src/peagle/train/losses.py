@@ -70,9 +70,17 @@ class LossOutput(NamedTuple):
 class ChunkedLoss:
     """Chooses the divergence and the chunk size once; compiled on GPU."""
 
-    def __init__(self, kind: LossKind, chunk_rows: int, *, compiled: bool) -> None:
+    def __init__(
+        self,
+        kind: LossKind,
+        chunk_rows: int,
+        *,
+        compiled: bool,
+        adjusted: Callable[[Tensor], Tensor] | None = None,  # logits, as the target changes them
+    ) -> None:
         chunk: ChunkFunction = kl_chunk if kind == "kl" else ce_chunk
         self.kind = kind
+        self.adjusted = adjusted
         self.chunk_rows = chunk_rows
         self._chunk = torch.compile(chunk, dynamic=False) if compiled else chunk
 
@@ -91,6 +99,8 @@ class ChunkedLoss:
         if self.kind == "ce":
             return self._chunk(draft, draft, truth.labels, weights)
         target = F.linear(truth.states[truth.slots].to(tables.target.dtype), tables.target)
+        if self.adjusted is not None:
+            target = self.adjusted(at_least_float32(target))
         return self._chunk(draft, target, truth.labels, weights)
 
 

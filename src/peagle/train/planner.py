@@ -110,13 +110,8 @@ def build_planner(recipe: Recipe, depths: int, draft_ids: Tensor | None = None) 
 
 
 def draft_ids(network: EagleNetwork) -> Tensor | None:
-    """[V]: the draft id of each target id, -1 where there is none; None: all are the same."""
-    config = network.config
-    if not config.reduced_vocabulary:
-        return None
-    ids = torch.full((config.vocab_size,), -1)
-    ids[network.target_ids.cpu()] = torch.arange(config.draft_vocab_size)
-    return ids
+    """For the planner, which works on CPU; None: they are the target's ids."""
+    return network.draft_ids().cpu() if network.config.reduced_vocabulary else None
 
 
 def check_method(recipe: Recipe) -> None:

@@ -1,126 +1,243 @@
-"""What a training run is told. Each default stands here and nowhere else."""
+"""What a training run is told. Each default, range and meaning stands here and nowhere else."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
-from peagle.config import from_mapping
+from annotated_types import Ge, Gt, Interval, MinLen
+
+from peagle.config import MAX_SPECULATIVE_TOKENS, Doc, from_mapping
 from peagle.errors import ConfigError
+from peagle.files import refusal
+
+
+class Changeable:
+    """Marks a key that may have another value when a run is resumed."""
+
+
+CHANGEABLE = Changeable()
+LENGTHS = ("steps", "epochs", "minutes")  # of a schedule: exactly one is set
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSection:
-    model: str = "smollm2-135m"
+    """The model that the head drafts for."""
+
+    model: Annotated[str, Doc("A folder, a Hugging Face id, or smollm2-135m.")] = "smollm2-135m"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSection:
-    """Sizes left at None are the target's."""
+    """The head that is trained."""
 
-    method: Literal["p-eagle", "eagle3"] = "p-eagle"
-    num_hidden_layers: int = 4
-    intermediate_size: int | None = None
-    aux_hidden_state_layer_ids: tuple[int, ...] | None = None  # None: 2, L // 2, L - 3
-    max_speculative_tokens: int = 8  # the deepest draft that is trained
-    num_speculative_tokens: int = 7  # the K that the head advises
-    train_embed_tokens: bool = False  # true: the head gets an embedding table of its own
-    train_lm_head: bool = False
-    draft_vocab_size: int | None = None  # the most frequent tokens; None: all
-    norm_before_residual: bool = False
-    norm_output: bool = False  # EAGLE-3 only
-    mask_token_id: int | None = None
-    start_from: str | None = None  # a head whose weights this run starts with
-    copy_target_layers: bool = False  # start as the target's last layers; needs its sizes
+    method: Annotated[
+        Literal["p-eagle", "eagle3"], Doc("All drafts in one pass, or one pass per draft.")
+    ] = "p-eagle"
+    num_hidden_layers: Annotated[int, Ge(1), Doc("Layers of the head.")] = 4
+    intermediate_size: Annotated[
+        int | None, Ge(1), Doc("Width of the layers' MLPs.", if_none="the target's")
+    ] = None
+    aux_hidden_state_layer_ids: Annotated[
+        tuple[Annotated[int, Ge(0)], ...] | None,
+        Doc("Layers of the target whose outputs the head reads.", if_none="2, L // 2, L - 3"),
+    ] = None
+    max_speculative_tokens: Annotated[
+        int, Interval(ge=1, le=MAX_SPECULATIVE_TOKENS), Doc("The deepest draft that is trained.")
+    ] = 8
+    num_speculative_tokens: Annotated[
+        int,
+        Interval(ge=1, le=MAX_SPECULATIVE_TOKENS),
+        Doc("The K that the head advises; acceptance at this K decides which head is best."),
+    ] = 7
+    train_embed_tokens: Annotated[bool, Doc("The head has an embedding table of its own.")] = False
+    train_lm_head: Annotated[bool, Doc("The head has an output table of its own.")] = False
+    draft_vocab_size: Annotated[
+        int | None, Ge(1), Doc("Draft only so many tokens, the most frequent.", if_none="all")
+    ] = None
+    norm_before_residual: Annotated[bool, Doc("The residual takes the normed input.")] = False
+    norm_output: Annotated[bool, Doc("EAGLE-3: the next pass reads the normed output.")] = False
+    mask_token_id: Annotated[
+        int | None, Ge(0), Doc("Row of the mask embedding in exports.", if_none="chosen then")
+    ] = None
+    start_from: Annotated[
+        str | None, Doc("A head whose weights this run starts with.", if_none="random weights")
+    ] = None
+    correction_size: Annotated[
+        int | None,
+        Ge(1),
+        Doc("Train a correction of this width for `start_from`.", if_none="train the head itself"),
+    ] = None
+    copy_target_layers: Annotated[
+        bool, Doc("Start as the target's last layers; the head needs their sizes.")
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    path: str = ""
-    more: tuple[str, ...] = ()  # further folders, such as sampled answers to the same prompts
-    # `vllm`, or a folder of `peagle capture`; None: the target runs in process
-    features: str | None = None
-    tokens_per_row: int = 32768  # a packed row; longer documents are cut
-    rows_per_step: int = 1  # gradient accumulation
-    held_out_share: float = 0.02
-    max_tokens: int | None = None  # use only so many tokens of the data
-    skip_looping: bool = False
-    prefetch: int = 4  # packed rows built ahead of the step
+    """What the head is trained on."""
+
+    # A resumed run compares the rows themselves: the folders may have moved.
+    path: Annotated[str, CHANGEABLE, Doc("A folder of `peagle prepare`.")] = ""
+    more: Annotated[
+        tuple[str, ...],
+        CHANGEABLE,
+        Doc("Further folders, such as sampled answers to the same prompts."),
+    ] = ()
+    features: Annotated[
+        str | None,
+        Doc("`vllm`, or a folder of `peagle capture`.", if_none="the target runs in process"),
+    ] = None
+    tokens_per_row: Annotated[
+        int, Ge(1), Doc("Length of a packed row; longer documents are cut.")
+    ] = 32768
+    rows_per_step: Annotated[int, Ge(1), Doc("Gradient accumulation.")] = 1
+    held_out_share: Annotated[
+        float, Interval(ge=0, lt=1), Doc("Share of the rows that only evaluations see.")
+    ] = 0.02
+    max_tokens: Annotated[
+        int | None, Ge(1), Doc("Use only so many tokens of the data.", if_none="all")
+    ] = None
+    skip_looping: Annotated[bool, Doc("Leave out answers that repeat themselves.")] = False
+    prefetch: Annotated[int, Ge(1), CHANGEABLE, Doc("Packed rows built ahead of the step.")] = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmSection:
-    """Read with `data.features: vllm`: the target runs there and hands its hidden states over."""
+    """With `data.features: vllm` the target runs there and hands its hidden states over."""
 
-    endpoint: str | None = None  # a server that shares a file system with us; None: we start one
-    # Where states pass through: deleted when read. None: as the server says; for our own, memory
-    folder: str | None = None
-    # For our own server: what stands before the model's folder; None: the vLLM that is installed
-    command: str | None = None
-    args: tuple[str, ...] = ()  # further flags, e.g. --tensor-parallel-size=8
-    devices: str | None = None  # its CUDA_VISIBLE_DEVICES
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    requests: int = 64  # documents in flight
-    start_minutes: float = 30.0
-
-    def __post_init__(self) -> None:
-        if self.requests < 1:
-            raise ConfigError(f"vllm.requests={self.requests} is out of range", hint="use >= 1")
+    endpoint: Annotated[
+        str | None,
+        CHANGEABLE,
+        Doc("A server that shares a file system with us.", if_none="the run starts one"),
+    ] = None
+    folder: Annotated[
+        str | None,
+        CHANGEABLE,
+        Doc(
+            "Where states pass through; they are deleted when read.",
+            if_none="as the server says; for the run's own server, memory",
+        ),
+    ] = None
+    command: Annotated[
+        str | None,
+        CHANGEABLE,
+        Doc("What stands before the model's folder.", if_none="the vLLM that is installed"),
+    ] = None
+    args: Annotated[
+        tuple[str, ...], CHANGEABLE, Doc("Further flags, e.g. --tensor-parallel-size=8.")
+    ] = ()
+    devices: Annotated[
+        str | None, CHANGEABLE, Doc("Its CUDA_VISIBLE_DEVICES.", if_none="all devices")
+    ] = None
+    device: Annotated[
+        Literal["auto", "cuda", "cpu"], CHANGEABLE, Doc("What the run's own server runs on.")
+    ] = "auto"
+    requests: Annotated[int, Ge(1), CHANGEABLE, Doc("Documents in flight.")] = 64
+    start_minutes: Annotated[float, Gt(0), CHANGEABLE, Doc("How long it may take to start.")] = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
-    learning_rate: float = 1e-4
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
+    """AdamW."""
+
+    learning_rate: Annotated[float, Gt(0), CHANGEABLE, Doc("At its peak.")] = 1e-4
+    weight_decay: Annotated[float, Ge(0), Doc("Of matrices; norms do not decay.")] = 0.0
+    betas: Annotated[
+        tuple[
+            Annotated[float, Interval(ge=0, lt=1)],
+            Annotated[float, Interval(ge=0, lt=1)],
+        ],
+        Doc("Decay of the two moments."),
+    ] = (0.9, 0.95)
+    eps: Annotated[float, Gt(0), Doc("Added to the denominator.")] = 1e-8
+    max_grad_norm: Annotated[
+        float, Gt(0), CHANGEABLE, Doc("Longer gradients are scaled down to it.")
+    ] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSection:
-    """The run ends at whichever limit is set; the learning rate follows the share of it used."""
+    """When the run ends: exactly one of steps, epochs and minutes is set. The learning rate
+    follows the share of it that is used."""
 
-    kind: Literal["linear", "cosine", "constant"] = "cosine"
-    steps: int | None = None
-    epochs: float | None = None
-    minutes: float | None = None  # time spent in steps, over all resumptions
-    warmup: float = 0.01  # share of the run
-    final: float = 0.02  # share of the peak learning rate at the end
+    kind: Annotated[
+        Literal["linear", "cosine", "constant"], Doc("How the learning rate falls.")
+    ] = "cosine"
+    steps: Annotated[int | None, Ge(1), CHANGEABLE, Doc("Optimiser steps.")] = None
+    epochs: Annotated[float | None, Gt(0), CHANGEABLE, Doc("Passes over the data.")] = None
+    minutes: Annotated[
+        float | None, Gt(0), CHANGEABLE, Doc("Time spent in steps, over all resumptions.")
+    ] = None
+    warmup: Annotated[
+        float, Interval(ge=0, le=1), Doc("Share of the run in which the learning rate rises.")
+    ] = 0.01
+    final: Annotated[
+        float, Interval(ge=0, le=1), Doc("Share of the peak learning rate at the end.")
+    ] = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossSection:
-    kind: Literal["kl", "ce"] = "kl"
-    depth_decay: float = 1.0  # depth d weighs depth_decay ** d
-    chunk_rows: int = 4096  # logits held at a time
+    """What is minimised."""
+
+    kind: Annotated[
+        Literal["kl", "ce"], Doc("The target's whole distribution, or its best token.")
+    ] = "kl"
+    depth_decay: Annotated[float, Gt(0), Doc("Depth d weighs depth_decay ** d.")] = 1.0
+    chunk_rows: Annotated[
+        int, Ge(1), CHANGEABLE, Doc("Rows whose logits are held at a time; memory alone.")
+    ] = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodSection:
-    retention: float = 0.8  # r: depth d is kept with probability r ** d
-    floor: float = 0.0  # ... but at least this
+    """Conditional drop-token: which depths of an anchor are trained this time."""
+
+    retention: Annotated[
+        float, Interval(gt=0, le=1), Doc("r: depth d is kept with probability r ** d.")
+    ] = 0.8
+    floor: Annotated[float, Interval(ge=0, le=1), Doc("But at least with this probability.")] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSection:
-    folder: str = "runs/latest"
-    seed: int = 0
-    device: str = "auto"
-    compile: bool = True  # on GPU
-    sharding: Literal["ddp", "fsdp2"] = "ddp"  # under torchrun
-    partitions: int | Literal["auto"] = 1
-    memory_gib: float | None = None  # for `partitions: auto`; None: what the device has free
-    activation_checkpointing: bool = False
-    log_every: int = 20
-    checkpoint_every: int = 500  # steps
-    keep_checkpoints: int = 2
-    evaluate_every: int = 500  # steps; 0: at the end alone
-    evaluate_rows: int = 64
-    evaluate_tokens: int = 16  # K up to which acceptance is computed, at most what is trained
+    """Where it runs, what it writes and how often."""
+
+    folder: Annotated[str, MinLen(1), CHANGEABLE, Doc("Everything is written into it.")] = (
+        "runs/latest"
+    )
+    seed: Annotated[int, Ge(0), Doc("Of first weights, order of rows and drawn depths.")] = 0
+    device: Annotated[str, CHANGEABLE, Doc("auto, cpu, cuda, cuda:1 ...")] = "auto"
+    compile: Annotated[bool, CHANGEABLE, Doc("Compile the layers on a GPU.")] = True
+    sharding: Annotated[
+        Literal["ddp", "fsdp2"], CHANGEABLE, Doc("Under torchrun: whole weights, or shards.")
+    ] = "ddp"
+    partitions: Annotated[
+        Annotated[int, Ge(1)] | Literal["auto"],
+        CHANGEABLE,
+        Doc("Segments of a long row, one pass each; auto: as few as fit."),
+    ] = 1
+    memory_gib: Annotated[
+        float | None,
+        Gt(0),
+        CHANGEABLE,
+        Doc("Memory for `partitions: auto`.", if_none="what the device has free"),
+    ] = None
+    activation_checkpointing: Annotated[
+        bool, CHANGEABLE, Doc("Compute activations twice instead of keeping them.")
+    ] = False
+    log_every: Annotated[int, Ge(1), CHANGEABLE, Doc("Steps between two lines.")] = 20
+    checkpoint_every: Annotated[int, Ge(1), CHANGEABLE, Doc("Steps.")] = 500
+    keep_checkpoints: Annotated[int, Ge(1), CHANGEABLE, Doc("Older ones are deleted.")] = 2
+    evaluate_every: Annotated[int, Ge(0), CHANGEABLE, Doc("Steps; 0: at the end alone.")] = 500
+    evaluate_rows: Annotated[int, Ge(1), CHANGEABLE, Doc("Held-out rows, at most.")] = 64
+    evaluate_tokens: Annotated[
+        int, Ge(1), CHANGEABLE, Doc("K up to which acceptance is computed, if trained.")
+    ] = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,17 +253,11 @@ class Recipe:
     run: RunSection = field(default_factory=RunSection)
 
     def __post_init__(self) -> None:
-        schedule = self.schedule
-        limits = (schedule.steps, schedule.epochs, schedule.minutes)
+        limits = [getattr(self.schedule, name) for name in LENGTHS]
         if sum(limit is not None for limit in limits) != 1:
             raise ConfigError(
                 "the schedule needs exactly one of steps, epochs and minutes",
                 hint="for example schedule.epochs=3",
-            )
-        self._check_counts()
-        if not 0.0 < self.cod.retention <= 1.0:
-            raise ConfigError(
-                f"cod.retention={self.cod.retention} is out of range", hint="use a share in (0, 1]"
             )
         if self.data.features == "vllm" and self.head.copy_target_layers:
             raise ConfigError(
@@ -158,49 +269,94 @@ class Recipe:
                 "data.more has no stored states: a folder of `peagle capture` holds one dataset",
                 hint="drop data.features or data.more",
             )
+        self._check_correction()
         if not self.data.path:
             raise ConfigError("data.path is not set", hint="give a folder of `peagle prepare`")
 
-    def _check_counts(self) -> None:
-        """Numbers of things that a run cannot have none of."""
-        counts = {
-            "data": ("tokens_per_row", "rows_per_step", "prefetch"),
-            "loss": ("chunk_rows",),
-            "run": ("log_every", "checkpoint_every", "keep_checkpoints", "evaluate_tokens"),
-        }
-        for section, names in counts.items():
-            for name in names:
-                if getattr(getattr(self, section), name) < 1:
-                    raise ConfigError(f"{section}.{name} must be at least 1")
-        if self.run.partitions != "auto" and self.run.partitions < 1:
-            raise ConfigError("run.partitions must be at least 1", hint="use 1 or more, or auto")
+    def _check_correction(self) -> None:
+        head = self.head
+        if head.correction_size is None:
+            return
+        if head.method != "p-eagle" or head.start_from is None:
+            raise ConfigError(
+                "head.correction_size trains a correction for a p-eagle head that there is",
+                hint="name it: head.start_from=HEAD",
+            )
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
+@dataclass(frozen=True)
+class RecipeKey:
+    """What is known of one key without a recipe."""
+
+    section: str
+    name: str
+    annotation: Any
+    default: Any
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.section}.{self.name}"
+
+    @property
+    def doc(self) -> Doc:
+        return next(one for one in self.annotation.__metadata__ if isinstance(one, Doc))
+
+    @property
+    def changeable(self) -> bool:
+        return CHANGEABLE in self.annotation.__metadata__
+
+
+def sections() -> dict[str, type]:
+    return get_type_hints(Recipe)
+
+
+def recipe_keys() -> Iterator[RecipeKey]:
+    """Every key, in the order of declaration."""
+    for section, kind in sections().items():
+        hints = get_type_hints(kind, include_extras=True)
+        for one in dataclasses.fields(kind):
+            yield RecipeKey(section, one.name, hints[one.name], one.default)
+
+
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """A YAML file, then `section.key=value` in order, values read as YAML."""
+    """A YAML file, then `section.key=value` in order, values read as YAML. A length of the
+    schedule that is given so replaces the file's."""
+    options = _read(path)
+    changes: dict[str, dict[str, Any]] = {}
+    for override in overrides:
+        name, equals, value = override.partition("=")
+        section, dot, key = name.partition(".")
+        if not (equals and dot):
+            raise ConfigError(f"{override!r} is not an override", hint="write section.key=value")
+        changes.setdefault(section, {})[key] = _yaml_value(override, value)
+    for section, values in changes.items():
+        before = options.setdefault(section, {})
+        if not isinstance(before, dict):
+            raise ConfigError(f"section {section!r} of the recipe is not a mapping")
+        if section == "schedule" and any(values.get(name) is not None for name in LENGTHS):
+            before = {name: value for name, value in before.items() if name not in LENGTHS}
+        options[section] = before | values
+    return recipe_from(options)
+
+
+def _read(path: Path) -> dict[str, Any]:
     import yaml  # type: ignore[import-untyped]
 
     try:
         options = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
         raise ConfigError(f"no recipe at {path}", hint="recipes/ holds examples") from None
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        reason, remedy = refusal(error)
+        raise ConfigError(f"cannot read {path}: {reason}", hint=remedy) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 2026-99-99
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(options, dict):
         raise ConfigError(f"{path} is not a recipe", hint="it should hold sections, as in recipes/")
-    for override in overrides:
-        name, equals, value = override.partition("=")
-        section, dot, key = name.partition(".")
-        if not (equals and dot):
-            raise ConfigError(f"{override!r} is not an override", hint="write section.key=value")
-        values = options.setdefault(section, {})
-        if not isinstance(values, dict):
-            raise ConfigError(f"section {section!r} of the recipe is not a mapping")
-        values[key] = _yaml_value(override, value)
-    return recipe_from(options)
+    return options
 
 
 def _yaml_value(override: str, value: str) -> Any:
@@ -208,7 +364,7 @@ def _yaml_value(override: str, value: str) -> Any:
 
     try:
         return yaml.safe_load(value)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(f"{override!r} holds no YAML value", hint="quote it") from None
 
 

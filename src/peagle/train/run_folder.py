@@ -6,7 +6,7 @@ RUN/head/                         the best head so far, by acceptance length on 
 RUN/checkpoints/step-00000500/    to resume from: atomic, newest good one first, no pickle
     network.safetensors           fp32 master weights
     optimizer.safetensors         moments, by parameter name
-    state.json                    step, seconds, best, SHA-256 of the others
+    state.json                    step, seconds, best, SHA-256 of the others and of the rows
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from peagle.checkpoints.heads.loading import save_head
+from peagle.config import changed_values
 from peagle.errors import TrainingError
-from peagle.files import atomic_folder, remove_all_leftovers, write_json
+from peagle.files import atomic_folder, remove_all_leftovers, write_json, writing
 from peagle.provenance import provenance
 from peagle.train.distributed import like, rank, total, whole, whole_network
+from peagle.train.recipe import Recipe, recipe_keys
 from peagle.train.setup import Setup
 
 logger = logging.getLogger(__name__)
+RECIPE, CHECKPOINTS, HEAD = "recipe.json", "checkpoints", "head"
 NETWORK, OPTIMIZER, STATE = "network.safetensors", "optimizer.safetensors", "state.json"
 
 
@@ -43,6 +45,7 @@ class RunProgress(NamedTuple):
     seconds: float = 0.0  # spent in steps
     best: float = 0.0  # acceptance length of the best evaluated step
     best_step: int = -1
+    evaluated_step: int = -1  # the newest
 
 
 class RunFolder:
@@ -51,30 +54,47 @@ class RunFolder:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.path = Path(setup.recipe.run.folder)
-        self.checkpoints = self.path / "checkpoints"
-        self.head = self.path / "head"
+        self.checkpoints = self.path / CHECKPOINTS
+        self.head = self.path / HEAD
+        self.data = setup.dataset.identity()
 
-    def start(self, *, resume: bool) -> RunProgress:
-        """Where the run begins: the newest good checkpoint, or nothing."""
-        old = None
-        if resume:
-            trainer = self.setup.trainer
-            old = restore_newest(self.checkpoints, self.setup.network, trainer.optimizer)
-        elif any(self.checkpoints.glob("step-*")):
-            raise TrainingError(
-                f"{self.path} already holds a run",
-                hint="continue it with --resume, or set run.folder to a new folder",
-            )
+    def start(self, *, resume: bool, report: Callable[[str], None]) -> RunProgress:
+        """Where the run begins: at the newest good checkpoint, or at nothing. Writes no file
+        before that is clear; `report` gets a line for each key that has changed."""
+        changes = check_start(self.setup.recipe, resume=resume)
+        progress = self._restore() if resume else RunProgress()
+        for change in changes:
+            report(f"resumed with another value of {change}")
         if rank() == 0:
             with self.writing():
-                write_json(self.path / "recipe.json", self.setup.recipe.as_dict())
+                write_json(self.path / RECIPE, self.setup.recipe.as_dict())
                 write_json(self.path / "provenance.json", provenance(probe_torch=True))
-        return old or RunProgress()
+        return progress
+
+    def _restore(self) -> RunProgress:
+        setup = self.setup
+        state = restore_newest(self.checkpoints, setup.network, setup.trainer.optimizer)
+        changed = changed_values(state.get("data", {}), self.data)
+        if changed:
+            which = "; ".join(f"{name} {change}" for name, change in changed.items())
+            raise TrainingError(
+                f"the data is not what {self.path} was trained on: {which}",
+                hint=f"resume with the same rows, or {_new_run(self.path)}",
+            )
+        if rank() == 0:
+            remove_all_leftovers(self.checkpoints)
+        return RunProgress(**state["progress"])
 
     def save_state(self, progress: RunProgress) -> None:
         setup = self.setup
         with self.writing():
-            newest = save_state(self.checkpoints, setup.network, setup.trainer.optimizer, progress)
+            newest = save_state(
+                self.checkpoints,
+                setup.network,
+                setup.trainer.optimizer,
+                progress,
+                self.data,
+            )
             if rank() == 0:
                 prune(newest, setup.recipe.run.keep_checkpoints)
 
@@ -89,22 +109,64 @@ class RunFolder:
         lost = rank() == 0 and not self.head.is_dir()
         return total(float(lost), self.setup.trainer.device) > 0
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self) -> contextlib.AbstractContextManager[None]:
         """A full disk is the user's to mend."""
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
+        return writing(self.path, then="go on with --resume: checkpoints written before are good")
+
+
+def check_start(recipe: Recipe, *, resume: bool) -> list[str]:
+    """Refuses what would lose or mix runs, before anything is loaded or written; -> the keys of
+    a resumed recipe that have another value, which they may."""
+    folder = Path(recipe.run.folder)
+    has_checkpoints = any((folder / CHECKPOINTS).glob("step-*"))
+    if not resume:
+        if has_checkpoints:
             raise TrainingError(
-                f"cannot write to {self.path}: {error}",
-                hint="checkpoints written before are good: make room and go on with --resume",
-            ) from error
+                f"{folder} already holds a run",
+                hint="continue it with --resume, or set run.folder to a new folder",
+            )
+        if (folder / HEAD).is_dir():
+            raise TrainingError(
+                f"{folder} already holds a head, and no checkpoint to go on from",
+                hint="set run.folder to a new folder, or move the head away",
+            )
+        return []
+    if not has_checkpoints:
+        raise TrainingError(
+            f"{folder} has no checkpoint to resume from", hint="leave out --resume to start the run"
+        )
+    return _check_changes(folder, recipe)
+
+
+def _check_changes(folder: Path, recipe: Recipe) -> list[str]:
+    try:
+        before = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        logger.warning("%s cannot be compared: %s", folder / RECIPE, error)
+        return []
+    changed = changed_values(before, json.loads(json.dumps(recipe.as_dict())))
+    free = {key.full_name for key in recipe_keys() if key.changeable}
+    fixed = [f"{name}: {change}" for name, change in changed.items() if name not in free]
+    if fixed:
+        raise TrainingError(
+            f"{folder} was started with another recipe: {'; '.join(fixed)}",
+            hint=f"resume with its values, or {_new_run(folder)}",
+        )
+    return [f"{name}: {change}" for name, change in changed.items()]
+
+
+def _new_run(folder: Path) -> str:
+    return f"start from its head: run.folder=NEW head.start_from={folder / HEAD}"
 
 
 def save_state(
-    folder: Path, network: nn.Module, optimizer: torch.optim.Optimizer, progress: RunProgress
+    folder: Path,
+    network: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: RunProgress,
+    data: dict[str, Any],
 ) -> Path:
-    """All processes call this; the first one writes."""
+    """All processes call this; the first one writes. `data` identifies the rows."""
     path = folder / f"step-{progress.step:08d}"
     weights = _gathered(trained_weights(network))
     moments = _gathered(_optimizer_tensors(network, optimizer))
@@ -114,26 +176,27 @@ def save_state(
         save_file(weights, temporary / NETWORK)
         save_file(moments, temporary / OPTIMIZER)
         hashes = {name: _sha256(temporary / name) for name in (NETWORK, OPTIMIZER)}
-        state = {"progress": progress._asdict(), "sha256": hashes}
+        state = {"progress": progress._asdict(), "data": data, "sha256": hashes}
         (temporary / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
     return path
 
 
 def restore_newest(
     folder: Path, network: nn.Module, optimizer: torch.optim.Optimizer
-) -> RunProgress | None:
-    """Loads the newest checkpoint that is whole; None where there is none."""
-    if rank() == 0:
-        remove_all_leftovers(folder)
+) -> dict[str, Any]:
+    """Loads the newest checkpoint that is whole; -> its state.json."""
     for path in sorted(folder.glob("step-*"), reverse=True):
         state = _read_state(path)
         if state is None:
-            logger.warning("checkpoint %s is damaged; trying the one before", path)
+            logger.warning("checkpoint %s is damaged", path)
             continue
         _load_weights(network, load_file(path / NETWORK), path)
         _load_optimizer(network, optimizer, load_file(path / OPTIMIZER))
-        return RunProgress(**state["progress"])
-    return None
+        return state
+    raise TrainingError(
+        f"no checkpoint in {folder} can be read",
+        hint=f"nothing was changed; {_new_run(folder.parent)}",
+    )
 
 
 def prune(newest: Path, keep: int) -> None:

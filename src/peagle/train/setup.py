@@ -95,7 +95,12 @@ def put_together(inputs: Inputs, target: TargetModel) -> Setup:
         module,
         source,
         target.lm_head.weight,
-        ChunkedLoss(recipe.loss.kind, recipe.loss.chunk_rows, compiled=compiled),
+        ChunkedLoss(
+            recipe.loss.kind,
+            recipe.loss.chunk_rows,
+            compiled=compiled,
+            adjusted=target.adjusted if target.changes_logits else None,
+        ),
         build_optimizer(network, recipe.optimizer),
         max_grad_norm=recipe.optimizer.max_grad_norm,
         dtype=torch.bfloat16 if on_gpu else None,
@@ -152,6 +157,8 @@ def compile_layers(target: TargetModel, network: EagleNetwork) -> None:
     if network.config.method == "p-eagle":
         for layer in network.layers:
             layer.compile(dynamic=False)
+    if network.correction is not None:
+        network.correction.compile(dynamic=False)
 
 
 def checkpoint_activations(layers: nn.ModuleList, *, compiled: bool) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import builtins
 import re
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
+import matplotlib
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from peagle.bench.analysis import series
-from peagle.bench.report.plot_style import LOOKS, NARROW, SPARE, WIDE, look_of, render
+from peagle.bench.report.plot_style import LOOKS, NARROW, SPARE, STYLE, WIDE, look_of, render
 from peagle.bench.report.plots import all_plots, load_label, speed_up_plot, time_plot
 from peagle.bench.results.document import Results
 from peagle.bench.results.settings import Setting
@@ -43,14 +46,14 @@ def test_speed_ups_are_of_the_best_k_under_each_load(grid: Results) -> None:
     points = series.speed_ups(grid)["chat"]["p-eagle"]
     assert [p.load for p in points] == ["1", "4", "16"]
     cells = {
-        c.num_speculative_tokens: s.otps.mean
+        c.num_speculative_tokens: s.otps.value
         for c in grid.cells
         if c.workload == "chat" and c.concurrency == 4 and (s := c.summary())
         if c.method in ("none", "p-eagle")
     }
     best = max((k for k in cells if k), key=cells.__getitem__)
     assert points[1].k == best
-    assert points[1].gain.mean == pytest.approx(cells[best] / cells[0], rel=0.001)
+    assert points[1].gain.value == pytest.approx(cells[best] / cells[0], rel=0.001)
 
 
 def test_acceptance_counts_all_loads_together(grid: Results) -> None:
@@ -103,17 +106,74 @@ def test_bars_differ_without_colour(grid: Results) -> None:
     assert len(lightness) == 3
 
 
-def test_speed_axes_start_at_zero_and_name_their_lines(grid: Results) -> None:
+def test_speed_axes_hold_one_and_name_their_lines(grid: Results) -> None:
     plot = speed_up_plot(grid)
     assert plot is not None
     for narrow in (False, True):
         figure = plot.draw(narrow)
         assert figure.get_size_inches()[0] == (NARROW if narrow else WIDE)
         for axes in figure.axes:
-            assert axes.get_ylim()[0] == 0
+            assert axes.get_ylim()[0] < 1 < axes.get_ylim()[1]
             assert axes.get_ylabel() == "speed against none (x)"
             words = {text.get_text().partition(" K=")[0] for text in axes.texts}
             assert {"ngram", "eagle3", "p-eagle"} <= words
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_words_of_a_plot_do_not_touch_each_other(grid: Results, narrow: bool) -> None:
+    plot = speed_up_plot(grid)
+    assert plot is not None
+    with matplotlib.rc_context(STYLE):
+        figure = plot.draw(narrow)
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+    for axes in figure.axes:
+        words = [*axes.texts, *axes.get_xticklabels(), axes.xaxis.label]
+        ks = {(p.load, p.k) for line in series.speed_ups(grid)[axes.get_title("left")].values()
+              for p in line}  # fmt: skip
+        assert {word.get_text() for word in axes.texts} >= {str(k) for _, k in ks}
+        boxes = [word.get_window_extent(canvas.get_renderer()) for word in words]
+        touching = [
+            (a.get_text(), b.get_text())
+            for (a, box), (b, other) in combinations(zip(words, boxes, strict=True), 2)
+            if box.shrunk(0.9, 0.7).overlaps(other.shrunk(0.9, 0.7))
+        ]
+        assert touching == []
+
+
+def test_a_picture_that_stands_alone_says_what_was_measured(grid: Results) -> None:
+    for plot in all_plots(grid):
+        svg = render(plot, heading="smollm2-135m: NVIDIA H200").decode()
+        assert plot.title in svg
+        assert "smollm2-135m: NVIDIA H200" in svg
+        assert " ".join(plot.note.split()[:4]) in svg
+
+
+def test_the_time_plot_shows_every_load_and_only_parts_that_took_time() -> None:
+    results = modelled_grid(workloads=("chat",), loads=(1, 8, 32, 128), ks=(3,))
+    cells = [
+        replace(
+            cell, repeats=[replace(r, stats=r.stats | {"draft_time": 0.0}) for r in cell.repeats]
+        )
+        for cell in results.cells
+    ]
+    for found, parts in ((results, 3), (replace(results, cells=cells), 2)):
+        plot = time_plot(found)
+        assert plot is not None
+        figure = plot.draw(False)
+        assert [axes.get_title() for axes in figure.axes] == [
+            "load 1", "load 8", "load 32", "load 128",
+        ]  # fmt: skip
+        assert len(figure.legends[0].get_texts()) == parts
+        assert ("drafting" in plot.note) == (parts == 2)
+        totals = [text.get_text() for text in figure.axes[-1].texts]
+        assert len(set(totals)) == len(totals), "bars that differ have labels that differ"
+
+
+def test_one_panel_does_not_fill_the_page() -> None:
+    plot = speed_up_plot(modelled_grid(workloads=("chat",), loads=(1, 2)))
+    assert plot is not None
+    assert plot.draw(False).get_size_inches()[0] < WIDE
 
 
 @pytest.mark.slow

@@ -30,7 +30,13 @@ from peagle.bench.results.document import (
     load_results,
     save_results,
 )
-from peagle.bench.results.intervals import T_QUANTILES, percentile, t_interval, t_quantile
+from peagle.bench.results.intervals import (
+    T_QUANTILES,
+    median_interval,
+    median_over_mean,
+    percentile,
+    t_quantile,
+)
 from peagle.errors import DataError
 
 RUN = CellRun(
@@ -70,7 +76,7 @@ def test_results_come_back_as_they_were(tmp_path: Path) -> None:
 
 def test_summary_stands_in_the_file_and_is_that_of_the_repeats() -> None:
     summary = RESULTS.to_json()["cells"][0]["summary"]
-    assert summary["otps"]["mean"] == 12.0
+    assert summary["otps"]["value"] == 12.0
     assert summary["acceptance_length"] == 2.5
 
 
@@ -79,10 +85,10 @@ def test_summary_leaves_partial_runs_out_where_it_can() -> None:
     cell = replace(RESULTS.cells[0], repeats=[RUN, cut])
     summary = cell.summary()
     assert summary is not None
-    assert (summary.otps.mean, summary.num_repeats, summary.partial) == (10.0, 1, False)
+    assert (summary.otps.value, summary.num_repeats, summary.partial) == (10.0, 1, False)
     only = replace(cell, repeats=[cut]).summary()
     assert only is not None
-    assert (only.otps.mean, only.partial) == (1.0, True)
+    assert (only.otps.value, only.partial) == (1.0, True)
     assert replace(cell, repeats=[]).summary() is None
 
 
@@ -141,23 +147,39 @@ def test_percentile_is_numpys(values: list[float], share: float) -> None:
     assert percentile(sorted(values), share) == pytest.approx(expected, rel=1e-9, abs=1e-6)
 
 
-def test_interval_of_three_repeats_is_students() -> None:
-    interval = t_interval([10.0, 12.0, 14.0])  # deviation 2, t(2) = 4.3027, root 3
-    assert interval.mean == 12.0
-    assert interval.high == pytest.approx(12.0 + 4.302653 * 2.0 / 3**0.5)
-    assert interval.low == pytest.approx(12.0 - 4.302653 * 2.0 / 3**0.5)
+def test_the_interval_of_three_repeats_is_students_for_a_median() -> None:
+    interval = median_interval([10.0, 14.0, 12.0])  # deviation 2, t(2) = 4.3027, root 3
+    half = 1.16 * 4.302653 * 2.0 / 3**0.5
+    assert (interval.value, interval.least, interval.most) == (12.0, 10.0, 14.0)
+    assert (interval.low, interval.high) == pytest.approx((12.0 - half, 12.0 + half))
+    assert interval.half_width == pytest.approx(half)
 
 
-def test_one_repeat_has_no_bounds() -> None:
-    interval = t_interval([10.0])
+@pytest.mark.parametrize("values", [[10.0], [79_028.0, 67_537.0]])
+def test_one_or_two_repeats_have_no_bounds(values: list[float]) -> None:
+    interval = median_interval(values)
     assert (interval.low, interval.high, interval.half_width) == (None, None, None)
+    assert interval.num_values == len(values)
 
 
-def test_interval_covers_the_mean_as_often_as_it_says() -> None:
-    generator = np.random.default_rng(0)
-    samples = generator.normal(5.0, 2.0, (4000, 4))
-    inside = [i.low <= 5.0 <= i.high for i in map(t_interval, samples.tolist())]  # type: ignore[operator]
-    assert 0.94 < np.mean(inside) < 0.96
+def test_one_disturbed_repeat_leaves_the_figure_alone() -> None:
+    assert median_interval([36.9, 1.1, 37.2]).value == 36.9
+
+
+@pytest.mark.parametrize("repeats", [3, 5])
+def test_the_interval_covers_the_median_at_least_as_often_as_it_says(repeats: int) -> None:
+    samples = np.random.default_rng(0).normal(5.0, 1.0, (4000, repeats))
+    found = [median_interval(values) for values in samples.tolist()]
+    inside = [i.low <= 5.0 <= i.high for i in found]  # type: ignore[operator]
+    assert 0.945 < np.mean(inside) < 0.985
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_a_median_scatters_as_much_more_than_a_mean_as_is_said(count: int) -> None:
+    samples = np.random.default_rng(count).normal(0.0, 1.0, (200_000, count))
+    ratio = np.median(samples, axis=1).std() / samples.mean(axis=1).std()
+    assert ratio <= median_over_mean(count) * 1.01
+    assert ratio == pytest.approx(median_over_mean(count), rel=0.01 if count < 8 else 0.1)
 
 
 def test_quantile_goes_on_smoothly_beyond_the_table() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 import pytest
 
+from peagle.bench.results.document import is_busy
 from peagle.bench.run.client import ClientAnswer
 from peagle.bench.run.driver import Outcome
 from peagle.bench.run.measure import measure, quantiles
-from peagle.bench.run.meters import GpuWatch, Meters, mean_utilization
+from peagle.bench.run.meters import CpuMeter, GpuWatch, Meters, mean_utilization
 from peagle.bench.workloads.workload import Task
 
 from .fakes import record
@@ -110,6 +112,62 @@ def test_peak_memory_is_that_of_the_run_and_forgets_what_came_before() -> None:
     assert calm.peak_memory_bytes is not None
     assert meters.peak_memory_bytes > calm.peak_memory_bytes + (50 << 20)
     assert meters.gpu_utilization is None
+
+
+def stat(*cpus: str) -> str:
+    """A /proc/stat: user nice system idle iowait irq softirq steal guest guest_nice."""
+    rows = [f"cpu{n} {ticks} 0 0" for n, ticks in enumerate(cpus)]
+    return "\n".join(["cpu  9 9 9 9 9 9 9 9 9 9", *rows, "intr 1 2 3", ""])
+
+
+@pytest.mark.parametrize(
+    ("after", "others"),
+    [
+        (("0 0 0 100 0 0 0 0", "0 0 0 90 10 0 0 0"), 0.0),  # waiting for a disk is idle
+        (("100 0 0 0 0 0 0 0", "0 0 0 100 0 0 0 0"), 0.5),
+        (("0 0 0 60 0 0 0 40", "0 0 0 100 0 0 0 0"), 0.2),  # another machine's
+        (("1 0 0 8 0 0 0 0", "1 0 0 8 0 0 0 0"), None),  # too short to tell
+    ],
+)
+def test_what_others_took_of_our_cpus_is_measured(
+    after: tuple[str, str], others: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "stat"
+    monkeypatch.setattr("peagle.bench.run.meters.STAT", file)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("os.times", lambda: os.times_result((0.0,) * 5))
+    foreign = "500 0 0 0 0 0 0 0"  # a CPU that we may not use
+    file.write_text(stat("0 0 0 0 0 0 0 0", "0 0 0 0 0 0 0 0", "0 0 0 0 0 0 0 0"))
+    with CpuMeter() as meter:
+        file.write_text(stat(*after, foreign))
+    assert meter.others == others
+    assert is_busy(meter.others) == (others is not None and others > 0.1)
+
+
+def test_our_own_work_is_not_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([(0.0, 0.0, 0.0), (100.0, 80.0, 60.0)])
+    monkeypatch.setattr("peagle.bench.run.meters._cpu_ticks", lambda: next(ticks))
+    with CpuMeter() as meter:
+        pass
+    assert meter.others == pytest.approx(0.2)
+
+
+def test_others_are_unknown_where_the_system_does_not_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peagle.bench.run.meters.STAT", tmp_path / "missing")
+    with CpuMeter() as meter:
+        pass
+    assert meter.others is None
+    assert not is_busy(None)
+
+
+def test_an_engine_elsewhere_is_not_somebody_else() -> None:
+    with Meters(None) as meters:
+        deadline = time.perf_counter() + 0.3
+        while time.perf_counter() < deadline:
+            pass
+    assert meters.other_cpu_share is None
 
 
 def test_utilization_is_the_busiest_gpus_mean() -> None:

@@ -211,3 +211,41 @@ def test_time_left_is_that_of_the_same_cells_or_the_mean() -> None:
     left.finish(b, 20.0)
     assert left.estimate() == 15.0 + 10.0
     assert [duration_in_words(s) for s in (48, 720, 11100)] == ["48 s", "12 min", "3 h 05 min"]
+
+
+def test_auto_stands_beside_fixed_settings_or_alone() -> None:
+    asked = plan(spec_model="p,e", spec_tokens="3", speculation="auto,fixed")
+    found, _ = grid_settings(asked, [P_EAGLE, EAGLE3])
+    names = [(s.name, s.is_auto) for s in found]
+    assert names == [
+        ("none", False),
+        *(("p-eagle auto", True), ("p-eagle", False)),
+        *(("eagle3 auto", True), ("eagle3", False)),
+    ]
+    alone, _ = grid_settings(plan(spec_model="p", speculation="auto"), [P_EAGLE])
+    assert [(s.name, s.num_draft_nodes) for s in alone] == [("none", None), ("p-eagle auto", None)]
+    with pytest.raises(ConfigError, match="only the embedded engine chooses"):
+        plan(spec_model="p", speculation="auto", backend="vllm")
+    with pytest.raises(ConfigError, match="auto was given, but no head"):
+        plan(speculation="auto")
+    with pytest.raises(ConfigError, match="--speculation adaptive is unknown"):
+        plan(spec_model="p", speculation="adaptive")
+
+
+def test_an_engine_that_chooses_serves_no_other_setting() -> None:
+    settings = [
+        Setting("p-eagle", 7, "p", is_auto=True),
+        Setting("p-eagle", 3, "p"),
+        Setting("p-eagle", 5, "p"),
+    ]
+    built: list[object] = []
+
+    def build(model: object, config: object, drafter: object, vllm: object) -> NullBackend:
+        built.append(drafter)
+        return NullBackend()
+
+    engines = Engines(plan(spec_model="p"), settings, build)
+    for setting in settings:
+        engines.get(setting)
+    chosen = [(d.speculation, d.num_speculative_tokens) for d in built]  # type: ignore[attr-defined]
+    assert chosen == [("auto", None), (None, 5)]

@@ -17,7 +17,7 @@ import pytest
 from peagle.bench.results.document import Results, load_results
 from peagle.bench.results.store import Store
 from peagle.cli.engines import build_backend
-from peagle.errors import BackendError, ConfigError, HeadError, RequestError
+from peagle.errors import BackendError, ConfigError, HeadError, OutputError, RequestError
 
 from .grids import Watcher, run_grid
 from .sse_server import Behaviour, serving
@@ -208,7 +208,7 @@ def test_killed_grid_goes_on_where_it_was(
     model: str, head: str, prompts: str, tmp_path: Path
 ) -> None:
     command = [
-        *(sys.executable, "-c", "from peagle.cli.main import run; run()", "bench", model),
+        *(sys.executable, "-c", "from peagle.__main__ import run; run()", "bench", model),
         *("--spec-model", head, "--spec-tokens", "1,2", "--concurrency", "1,2", "--repeats", "9"),
         *("--max-tokens", "8", "--workload", prompts, "--device", "cpu", "--out", str(tmp_path)),
     ]
@@ -248,13 +248,13 @@ def test_head_for_another_model_is_refused_before_anything_runs(
 
 def test_out_that_cannot_be_written_is_one_line(model: str, prompts: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot write to"):
+    with pytest.raises(OutputError, match="cannot write to"):
         run_grid(model=model, workload=prompts, out=str(tmp_path / "file" / "out"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a folder where nobody can write")
 def test_out_on_a_file_system_without_new_files_is_one_line(model: str, prompts: str) -> None:
-    with pytest.raises(ConfigError, match="cannot write to /proc/peagle"):
+    with pytest.raises(OutputError, match="cannot write to /proc/peagle"):
         run_grid(model=model, workload=prompts, out="/proc/peagle")
 
 
@@ -269,7 +269,7 @@ def test_few_prompts_for_many_streams_are_remarked(
     watcher = Watcher()
     keys: dict[str, Any] = {"concurrency": 3, "repeats": 1, "answers_per_stream": 4}
     results = run_grid(watcher, model=model, workload=prompts, out=str(tmp_path), **keys)
-    assert any("4 prompts: they are asked again, so that 3" in note for note in watcher.notes)
+    assert any("4 prompts, asked again until each of 3 streams" in note for note in watcher.notes)
     (run,) = results.cells[0].repeats
     assert (run.num_requests, run.num_repeated) == (12, 2)  # conversations of two turns
     assert run.steady_otps is not None

@@ -321,4 +321,4 @@ def test_measured_steps_of_a_bench_predict_its_gain() -> None:
     speeds = [cells[key].summary() for key in (("p-eagle", 5, 4), ("none", 0, 4))]
     assert speeds[0] is not None
     assert speeds[1] is not None
-    assert found.gain == pytest.approx(speeds[0].otps.mean / speeds[1].otps.mean, rel=0.01)
+    assert found.gain == pytest.approx(speeds[0].otps.value / speeds[1].otps.value, rel=0.01)

@@ -32,6 +32,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "p-eagle": {"num_hidden_layers": 2, "draft_vocab_size": 15},
     "eagle3": {"method": "eagle3"},
 }
+CORRECTED = HEADS["p-eagle"] | {"correction_size": 24}
 
 
 def models(device: str, head: dict[str, Any], **changes: Any) -> tuple[TargetModel, Drafter]:
@@ -51,17 +52,21 @@ def captured_engine(
     verification: Verification,
     nodes: int | None = None,
     eos: Sequence[int] = (),
+    *,
+    auto: bool = False,
     **options: Any,
 ) -> Engine:
     """As users build it: static shapes and overlap, because the target is on a GPU."""
-    speculation = Speculation(drafter, K, verification, nodes)
+    speculation = Speculation(drafter, K, verification, nodes, is_auto=auto)
     config = engine_config(**options)
     return Engine(target, config, eos_token_ids=eos, speculation=speculation)
 
 
-def exact_engine(name: str, verification: Verification, nodes: int | None = None) -> Engine:
+def exact_engine(
+    head: dict[str, Any], verification: Verification, nodes: int | None = None
+) -> Engine:
     """The oracle: exact shapes, on the CPU."""
-    return engines.make_engine(*models("cpu", HEADS[name]), K, verification, nodes=nodes, **OPTIONS)
+    return engines.make_engine(*models("cpu", head), K, verification, nodes=nodes, **OPTIONS)
 
 
 def captured_shapes(engine: Engine) -> set[StepShape]:

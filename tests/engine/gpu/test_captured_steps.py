@@ -8,11 +8,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
+import numpy as np
 import pytest
 
 from peagle.engine.engine import Engine
 from peagle.sampling_params import SamplingParams
+from peagle.speculation.budget import Counts, DraftBudget, DraftChoice
 from tests.tiny import engines, naive
 from tests.tiny.jobs import Job, prompts
 
@@ -22,6 +25,7 @@ from ..test_structured_outputs import jobs_of as structured_jobs
 from .captured import (
     BATCH,
     CONTEXT,
+    CORRECTED,
     HEADS,
     ITEMS,
     OPTIONS,
@@ -64,7 +68,10 @@ def jobs_of(params: list[SamplingParams], count: int = 12) -> list[Job]:
 
 def check_captured(engine: Engine, name: str, jobs: list[Job]) -> int:
     """Same tokens, endings and counters as on the CPU; -> how many drafts were accepted."""
-    requests, exact = engines.run(engine, jobs), engines.run(exact_engine(name, "rejection"), jobs)
+    requests, exact = (
+        engines.run(engine, jobs),
+        engines.run(exact_engine(HEADS[name], "rejection"), jobs),
+    )
     assert engines.answers_of(requests) == engines.answers_of(exact)
     assert engines.endings(requests) == engines.endings(exact)
     assert engines.counters(requests) == engines.counters(exact)
@@ -105,7 +112,7 @@ def test_a_captured_step_of_prompts_and_decode_rows_gives_plain_decodings_answer
     assert sum(slots > 0 and chunks > 0 for slots, chunks in launched) > 3
     expected = [naive.answer(target, job, max_model_len=engine.max_model_len) for job in jobs]
     assert engines.answers_of(requests) == expected
-    exact = engines.run(exact_engine(name, "rejection"), jobs)
+    exact = engines.run(exact_engine(HEADS[name], "rejection"), jobs)
     assert engines.counters(requests) == engines.counters(exact)
 
 
@@ -122,7 +129,10 @@ def test_eager_steps_for_the_host_run_beside_captured_ones(
         dataclasses.replace(GREEDY, min_tokens=6, stop_token_ids=(3, 4, 5, 6, 7, 8)),
     ]
     jobs, draft_time = jobs_of(needs), engine.stats.draft_time
-    requests, exact = engines.run(engine, jobs), engines.run(exact_engine(name, "rejection"), jobs)
+    requests, exact = (
+        engines.run(engine, jobs),
+        engines.run(exact_engine(HEADS[name], "rejection"), jobs),
+    )
     expected = [naive.answer(target, job, max_model_len=engine.max_model_len) for job in jobs]
     assert engines.answers_of(requests) == expected
     assert engines.counters(requests) == engines.counters(exact)
@@ -172,16 +182,21 @@ def test_rejection_has_the_targets_distribution() -> None:
 @pytest.mark.parametrize(
     "params", [[GREEDY], SAMPLED, FILTERED], ids=["greedy", "sampled", "filtered"]
 )
-def test_captured_trees_give_the_answers_of_those_on_a_cpu(
-    params: list[SamplingParams],
+@pytest.mark.parametrize(
+    ("head", "nodes"),
+    [(HEADS["p-eagle"], NODES), (CORRECTED, NODES), (CORRECTED, None)],
+    ids=["trees", "corrected trees", "corrected chains"],
+)
+def test_captured_lattices_give_the_answers_of_those_on_a_cpu(
+    head: dict[str, Any], nodes: int | None, params: list[SamplingParams]
 ) -> None:
     jobs = jobs_of(params)
-    engine = captured_engine(*models("cuda", HEADS["p-eagle"]), "coupled", NODES)
+    engine = captured_engine(*models("cuda", head), "coupled", nodes)
     requests = engines.run(engine, jobs)
-    exact = engines.run(exact_engine("p-eagle", "coupled", NODES), jobs)
+    exact = engines.run(exact_engine(head, "coupled", nodes), jobs)
     assert engines.answers_of(requests) == engines.answers_of(exact)
     assert sum(request.stats.num_accepted_tokens for request in requests) > 0
-    assert {shape.num_nodes for shape in captured_shapes(engine)} == {NODES}
+    assert {shape.num_nodes for shape in captured_shapes(engine)} == {nodes}
 
 
 @pytest.mark.parametrize(
@@ -206,7 +221,7 @@ def test_second_turns_by_the_prefix_cache_get_plain_decodings_answers(
     for request, job in zip(requests, first, strict=True):
         assert request.num_cached_tokens >= (len(job.prompt) + 14 - K - 3) // 4 * 4
     if nodes is None:  # what the drafter's cache holds is what it would have computed
-        exact = engines.run(exact_engine(name, "coupled"), second)
+        exact = engines.run(exact_engine(HEADS[name], "coupled"), second)
         assert engines.counters(requests) == engines.counters(exact)
 
 
@@ -220,6 +235,39 @@ def test_structured_outputs_are_those_of_steps_on_a_cpu(nodes: int | None) -> No
     requests, expected = engines.run(engine, jobs), engines.run(exact, jobs)
     assert engines.answers_of(requests) == engines.answers_of(expected)
     assert engines.endings(requests) == engines.endings(expected)
+
+
+class Turns(DraftBudget):
+    """As many drafts as the last step did not have: all, three, none at all."""
+
+    turn = 0
+
+    def choose(self, slots: Counts, most: Counts, *, may_explore: bool) -> DraftChoice:
+        self.turn += 1
+        number = (NODES, NODES, 3, 0, 0, 3)[self.turn % 6]
+        number = min(number, self.max_nodes or self.max_depth)
+        caps = np.minimum(most, number)
+        return DraftChoice(caps, K if number else 0, number, np.zeros(len(most)))
+
+
+@pytest.mark.parametrize("name", ["p-eagle", "eagle3"])
+@pytest.mark.parametrize("params", [[GREEDY], SAMPLED], ids=["greedy", "sampled"])
+def test_numbers_of_drafts_that_change_from_step_to_step_leave_the_answers_alone(
+    name: str, params: list[SamplingParams]
+) -> None:
+    jobs, target = jobs_of(params), models("cpu", HEADS[name])[0]
+    engine = captured_engine(
+        *models("cuda", HEADS[name]),
+        "coupled",
+        NODES if name == "p-eagle" else None,
+        auto=True,
+        max_num_batched_tokens=BATCH * (NODES + 1),
+    )
+    assert engine.budget is not None
+    engine.budget.__class__ = Turns
+    expected = [naive.answer(target, job, max_model_len=CONTEXT) for job in jobs]
+    assert engines.answers_of(engines.run(engine, jobs)) == expected
+    assert {shape.feeds for shape in captured_shapes(engine)} == {True, False}
 
 
 def test_after_a_warm_up_greedy_requests_capture_nothing() -> None:

@@ -133,7 +133,7 @@ def test_a_long_run_takes_no_more_memory_than_its_beginning() -> None:
     block_bytes = cache_need(target, drafter, engine_config(), 60).block_bytes
     room = {"max_model_len": 60, "kv_cache_memory_bytes": NUM_BLOCKS * block_bytes}
     engine = captured_engine(target, drafter, "coupled", **room)
-    expected = engines.answers_of(engines.run(exact_engine("p-eagle", "coupled"), jobs(30)))
+    expected = engines.answers_of(engines.run(exact_engine(HEADS["p-eagle"], "coupled"), jobs(30)))
     first = engines.run(engine, jobs(30))
     assert sum(request.num_preemptions for request in first) > 5
     begun, num_graphs = taken(), engine.num_graphs

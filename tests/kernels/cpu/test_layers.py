@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from peagle.engine.blocks import BlockTable
-from peagle.engine.kv_cache import PagedKVCache, target_layout
+from peagle.engine.kv_cache import PagedKVCache
 from peagle.kernels.cpu import layers as kernel_module
 from peagle.kernels.cpu.layers import LayersKernel, kernel_takes, layers_function
 from peagle.kernels.cpu.linear import MAX_ROWS
@@ -98,7 +98,7 @@ class Served:
         for number in range(6 * num_sequences):  # the sequences' blocks alternate
             self.tables[number % num_sequences].append(number)
         slots = 4 * 6 * num_sequences
-        self.cache = PagedKVCache(target_layout(model), slots, torch.float32, torch.device("cpu"))
+        self.cache = PagedKVCache(model.cache_layout, slots, torch.float32, torch.device("cpu"))
         self.cache.keys.fill_(float("nan"))  # nothing unwritten may be read
         self.cache.values.fill_(float("nan"))
 

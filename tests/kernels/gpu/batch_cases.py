@@ -58,7 +58,7 @@ def cases(draw: st.DrawFn) -> Case:
     broken = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.0, 0.3]))
     reach = draw(st.sampled_from([0, 8, 14, 1000]))
     slots, caps, *tokens = (t.to(DEVICE) for t in (slots, caps, drafts, sampled_token_ids, ~broken))
-    max_depth = draw(st.integers(0, 8)) if has_trees else 100
+    max_depth = draw(st.sampled_from([0, 0, 1, 3, 8, 100]))
     return Case(_on_device(state), slots, caps, depth, reach, *tokens, max_depth)
 
 
@@ -183,10 +183,11 @@ def slow_draft_limit(
     return count
 
 
-def slow_commit(case: Case, counts: StepCounts) -> tuple[DeviceBatch, Tensor, list[int]]:
-    """The state after the step, its report, and how deep each slot drafts."""
+def slow_commit(case: Case, counts: StepCounts) -> tuple[DeviceBatch, Tensor, list[int], list[int]]:
+    """The state after the step, its report, how deep each slot drafts, and how many of its new
+    rows the drafter reads."""
     state = copied(case.state)
-    report, depths = [], list[int]()
+    report, depths, reads = [], list[int](), list[int]()
     for row, slot in enumerate(case.slots.tolist()):
         sampled, drafts = case.sampled_token_ids[row].tolist(), case.drafts[row].tolist()
         num_drafts = int(counts.num_drafts[row])
@@ -214,13 +215,15 @@ def slow_commit(case: Case, counts: StepCounts) -> tuple[DeviceBatch, Tensor, li
             int(state.capacity[slot]),
             case.max_draft_tokens,
         )
+        reads.append(len(new_ids) if num_depths else 0)  # it may draft later, if not now
+        num_depths = min(num_depths, case.max_depth)
         state.num_drafts[slot] = num_depths
         if state.trees is not None:  # as many nodes as it asks for, if any depth is left
             state.num_drafts[slot] = int(state.max_drafts[slot]) if num_depths else 0
-        depths.append(min(num_depths, case.max_depth))
+        depths.append(num_depths)
         report.append([len(new_ids), num_drafts, int(broken and num_drafts == 0), *sampled])
     assert len(report[0]) == HEADER + case.depth + 1
-    return state, torch.tensor(report, device=case.slots.device), depths
+    return state, torch.tensor(report, device=case.slots.device), depths, reads
 
 
 def check_equal(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:

@@ -14,6 +14,7 @@ from peagle.engine.blocks import BlockTable
 from peagle.engine.kv_cache import PagedKVCache
 from peagle.kernels.gpu.attention import FEW_PROGRAMS, choose_splits, paged_attention, tile
 from peagle.kernels.reference import attention as reference
+from peagle.kernels.reference.attention import Scores
 from peagle.models.drafter import CacheLayout, Span
 from peagle.speculation import trees
 from tests.kernels.gpu.paged_cases import (
@@ -57,6 +58,35 @@ def test_the_reference_is_the_definition(shape: Shape, window: int | None) -> No
     ours = reference.paged_attention(case.q, case.keys, case.values, case.rows, window)
     expected = attention_by_definition(case, window)
     torch.testing.assert_close(ours, expected, **TOLERANCE[torch.float64])
+
+
+SCORES = {
+    "scaled": Scores(scale=0.4),
+    "capped": Scores(cap=1.5),
+    "sinks": Scores(sinks=torch.tensor([30.0, -30.0, 0.5, 2.0])),
+    "all": Scores(scale=0.5, cap=2.0, sinks=torch.tensor([0.3, -1.0, 9.0, 2.0])),
+}
+
+
+@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
+@pytest.mark.parametrize(("num_splits", "window"), [(1, None), (3, 20)])
+def test_scores_of_other_kinds_and_narrow_rows_agree_with_the_reference(
+    scores: Scores, num_splits: int, window: int | None
+) -> None:
+    """Keys are the beginnings of wider rows, as in a layer of Gemma-4."""
+    case = make_case(Shape((Item(70, 73), PADDING), 3, 2, 2, 16, 4, num_splits), torch.float32)
+    keys, values = (
+        torch.nn.functional.pad(x.flatten(1), (0, 9))[:, :32].view(-1, 2, 16)
+        for x in (case.keys, case.values)
+    )
+    assert not keys.is_contiguous()
+    sinks = None if scores.sinks is None else scores.sinks.to(DEVICE)
+    scores = scores._replace(sinks=sinks)
+    ours = paged_attention(case.q, keys, values, case.rows, window, scores=scores)
+    expected = reference.paged_attention(case.q, keys, values, case.rows, window, scores)
+    torch.testing.assert_close(ours, expected, **TOLERANCE[torch.float32])
+    plain = reference.paged_attention(case.q, keys, values, case.rows, window)
+    assert not torch.allclose(ours, plain, atol=1e-3)
 
 
 def with_trees(case: Case, seed: int) -> Case:

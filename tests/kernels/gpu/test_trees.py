@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from peagle.kernels.device_batch import DeviceBatch, StepCounts, TreeRows, make_device_batch
 from peagle.kernels.reference import trees as reference
@@ -69,13 +68,18 @@ def test_a_nan_is_no_candidate() -> None:
     assert gpu.top_tokens(logits, None, None, 2).token_ids.tolist() == [[2, 3]]
 
 
-def lattice(seed: int, batch: int, depth: int, beam: int) -> tuple[Tensor, Tensor]:
-    """Candidates in falling order; some as likely as others, some impossible."""
+def lattice(seed: int, batch: int, depth: int, beam: int) -> trees.Lattice:
+    """Some candidates as likely as others, some impossible; with every other seed depths do not
+    depend on each other."""
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randint(-6, 3, (batch, depth, 30), generator=generator).float()
+    token_ids = torch.rand(batch, depth, 30, generator=generator).argsort(-1)[..., :beam]
+    logits = torch.randint(-6, 3, (batch, depth, beam, 30), generator=generator).float()
     logits[logits < -5] = -torch.inf
-    log_probs, token_ids = logits.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
-    return token_ids[..., :beam].to(DEVICE), log_probs[..., :beam].to(DEVICE)
+    log_probs = logits.log_softmax(-1)[..., :beam]
+    log_probs[:, 0] = log_probs[:, 0, :1]
+    if seed % 2:
+        log_probs = trees.independent(log_probs[:, :, 0].to(DEVICE))
+    return trees.Lattice(token_ids.to(DEVICE), log_probs.to(DEVICE))
 
 
 def tree_state(width: int) -> DeviceBatch:
@@ -113,6 +117,13 @@ def test_a_tree_of_63_nodes_and_15_depths() -> None:
     reference.store_tree(theirs, *arguments)
     assert torch.equal(ours.drafts, theirs.drafts)
     check_equal(ours.trees or (), theirs.trees or ())
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(seeds, st.integers(1, 5), st.sampled_from([4, 8]), st.integers(1, 4))
+def test_the_chain_is_the_references(seed: int, depth: int, beam: int, batch: int) -> None:
+    arguments = lattice(seed, batch, depth, beam)
+    assert torch.equal(gpu.best_chain(*arguments), reference.best_chain(*arguments))
 
 
 def counts_of(seed: int, batch: int, size: int) -> StepCounts:

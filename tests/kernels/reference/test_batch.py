@@ -75,7 +75,7 @@ def test_expand_rows_puts_masks_behind_the_real_rows(
 @given(cases())
 def test_commit_advances_slots_as_its_definition(case: Case) -> None:
     counts = batch.begin_step(case.state, case.slots, case.caps, case.depth)
-    expected, expected_report, num_drafts = batch_cases.slow_commit(case, counts)
+    expected, expected_report, num_drafts, reads = batch_cases.slow_commit(case, counts)
     state = batch_cases.copied(case.state)
     committed = batch.commit(
         state,
@@ -88,10 +88,8 @@ def test_commit_advances_slots_as_its_definition(case: Case) -> None:
         case.max_depth,
     )
     assert torch.equal(committed.report, expected_report)
-    num_new = expected_report[:, 0].tolist()
     assert committed.num_drafts.tolist() == num_drafts
     assert torch.equal(committed.num_outputs, counts.num_outputs + expected_report[:, 0])
-    reads = [n if k else 0 for n, k in zip(num_new, num_drafts, strict=True)]
     assert committed.num_real.tolist() == reads
     assert committed.num_rows.tolist() == [
         n + max(k - 1, 0) for n, k in zip(reads, num_drafts, strict=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.backends.vllm.drafting import Export, VllmDrafter, plan_drafting, with_released_head
-from peagle.backends.vllm.models import find_target
+from peagle.backends.vllm.models import Target, find_target
 from peagle.backends.vllm.options import VllmOptions
 from peagle.backends.vllm.released import ReleasedModel, find_released
 from peagle.checkpoints.builtin import Progress
@@ -35,6 +35,25 @@ class VllmEngineArguments:
     num_speculative_tokens: int  # 0: no drafter
     options: VllmOptions
     keywords: Mapping[str, Any]  # of vllm.EngineArgs
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmServer:
+    """What a server of vLLM's is told, be it by flags or by a container's environment."""
+
+    target: Target
+    drafting: VllmDrafter | None
+    options: VllmOptions
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """By vLLM's names; a switch is a bool."""
+        told: dict[str, Any] = {}
+        if self.target.served_name:
+            told["served_model_name"] = self.target.served_name
+        if self.drafting:
+            told["speculative_config"] = json.dumps(self.drafting.config)
+        return told | self.options.given()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +144,7 @@ def _given(drafter: SpeculativeConfig | None) -> dict[str, Any]:
         "model": drafter.model,
         "num_speculative_tokens": drafter.num_speculative_tokens,
         "num_draft_nodes": drafter.num_draft_nodes,
+        "speculation": drafter.speculation,
     }
     if drafter.method == "ngram":
         given["prompt_lookup_max"] = drafter.prompt_lookup_max
@@ -173,29 +193,39 @@ def build_command(
     fetch: bool = False,
     progress: Progress | None = None,
 ) -> VllmCommand:
-    """`drafter` holds the keys of a speculative_config that were given, {} if none was.
-
-    A model of the released table brings its head and options along. What is given wins over it,
-    and `extra`, words for vLLM alone, over both.
-    """
-    released = find_released(model)
-    target = find_target(model, fetch=fetch, progress=progress)
-    wanted = with_released_head(drafter, released)
-    drafting = plan_drafting(wanted, target, max_model_len=options.max_model_len)
+    """The line for `plan_server`'s server; `extra`, words for vLLM alone, wins over all."""
+    server = plan_server(model, drafter=drafter, options=options, fetch=fetch, progress=progress)
     words: list[str] = []
-    if target.served_name:
-        words += ["--served-model-name", target.served_name]
-    if drafting:
-        words += ["--speculative-config", json.dumps(drafting.config)]
-    for name, value in merge_options(options, released, drafting).given().items():
+    for name, value in server.arguments.items():
         words += _flag(name, value, unless=extra)
+    drafting = server.drafting
     return VllmCommand(
-        target=target.reference,
+        target=server.target.reference,
         arguments=(*words, *extra),
         export=drafting.export if drafting else None,
         local_head=local_head(drafting),
         notes=drafting.notes if drafting else (),
     )
+
+
+def plan_server(
+    model: str,
+    *,
+    drafter: Mapping[str, Any],
+    options: VllmOptions,
+    fetch: bool = False,
+    progress: Progress | None = None,
+) -> VllmServer:
+    """`drafter` holds the keys of a speculative_config that were given, {} if none was.
+
+    A model of the released table brings its head and options along; what is given wins over it.
+    """
+    released = find_released(model)
+    target = find_target(model, fetch=fetch, progress=progress)
+    wanted = with_released_head(drafter, released)
+    drafting = plan_drafting(wanted, target, max_model_len=options.max_model_len)
+    merged = merge_options(options, released, drafting)
+    return VllmServer(target=target, drafting=drafting, options=merged)
 
 
 def _flag(name: str, value: Any, *, unless: Sequence[str]) -> Iterator[str]:

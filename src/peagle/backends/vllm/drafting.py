@@ -85,6 +85,9 @@ def plan_drafting(
         )
     if drafter.get("num_draft_nodes") is not None:
         raise ConfigError("vLLM verifies chains of drafts", hint="drop num_draft_nodes")
+    if drafter.get("speculation") == "auto":
+        raise ConfigError("vLLM verifies a fixed number of drafts", hint="drop speculation auto")
+    drafter = {key: value for key, value in drafter.items() if key != "speculation"}
     by_head = drafter.get("method") in (None, *DRAFTED_BY_HEAD)
     if not by_head:  # n-gram, and what vLLM knows beside
         return VllmDrafter(config={"num_speculative_tokens": DEFAULT_SPECULATIVE_TOKENS, **drafter})

@@ -27,6 +27,10 @@ class ReleasedModel:
     long_context_head: str | None = None
     max_speculative_tokens: int | None = None  # the depth it was trained for, where its card says
     confirmed: bool = True  # False: no card was found, see the table
+    jumpstart_id: str | None = None  # SageMaker's name for the target
+    target_gb: float  # of weights as they are stored, 1e9 bytes
+    head_gb: float
+    kv_values_per_token: int | None = None  # of the target's cache, all layers
     options: VllmOptions = field(default_factory=VllmOptions)
 
     def has_head(self, reference: str) -> bool:
@@ -41,8 +45,10 @@ def released_models() -> Mapping[str, ReleasedModel]:
 
 
 def find_released(reference: str) -> ReleasedModel | None:
-    """The model of that name, in any spelling of upper and lower case."""
-    return released_models().get(reference.lower())
+    """The model of that name or JumpStart id, in any spelling of upper and lower case."""
+    named = released_models()
+    by_id = (m for m in named.values() if m.jumpstart_id == reference.lower())
+    return named.get(reference.lower()) or next(by_id, None)
 
 
 def released_with_head(reference: str) -> ReleasedModel | None:

@@ -44,6 +44,11 @@ def check_params(
             f"vLLM drafts {num_speculative_tokens} for all of them",
             hint="leave it out, or use the embedded backend, where each request has its own",
         )
+    if params.num_draft_nodes is not None:
+        raise RequestError(
+            f"num_draft_nodes={params.num_draft_nodes}: vLLM verifies chains of drafts",
+            hint="leave it out, or use the embedded backend",
+        )
     if not (sampled_drafts or params.greedy):
         raise RequestError(
             f"temperature={params.temperature}: this CPU build of vLLM verifies drafts of sampled "

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from peagle.bench.analysis.gains import is_above, is_below, unpaired_ratio
 from peagle.bench.results.document import Cell, Manifest, Results
-from peagle.bench.results.intervals import Interval
+from peagle.bench.results.figures import counted
+from peagle.bench.results.intervals import FEWEST_DEGREES, Interval
 from peagle.bench.results.settings import (
     Place,
     Setting,
@@ -22,7 +23,7 @@ from peagle.bench.results.settings import (
 )
 from peagle.errors import ConfigError
 
-Verdict = Literal["faster", "slower", "same", "unknown"]  # unknown: one repeat has no noise
+Verdict = Literal["faster", "slower", "same", "unknown"]  # unknown: too few repeats
 Key = tuple[Place, Setting]
 TOLERANCE = 0.02  # a loss below this share is not a regression, however sure it is
 
@@ -135,14 +136,16 @@ def _acceptance_ratio(a: Cell, b: Cell, *, greedy: bool) -> Interval | None:
         return None
     ratio = unpaired_ratio(of_b, of_a)
     if ratio.low is None and greedy:
-        return replace(ratio, low=ratio.mean, high=ratio.mean)
+        return replace(ratio, low=ratio.value, high=ratio.value)
     return ratio
 
 
 def _limits(shared: Sequence[Key], *tables: Mapping[Key, Cell]) -> Iterator[str]:
     """What this comparison cannot see."""
-    if any(len(usable_runs(table[key])) == 1 for key in shared for table in tables):
-        yield "cells with one repeat have no noise to compare with: their speeds count as unchanged"
+    fewest = min(len(usable_runs(table[key])) for key in shared for table in tables)
+    if fewest <= FEWEST_DEGREES:
+        repeats = counted(fewest, "repeat")
+        yield f"{repeats} of a cell do not tell noise from change: its speed counts as unchanged"
     if any(place.is_open_loop for place, _ in shared):
         yield "request rates: arrivals set their speed, and latencies are not compared"
 

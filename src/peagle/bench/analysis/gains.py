@@ -1,8 +1,9 @@
 """What a setting gains over none: one computation for every table, figure and piece of advice.
 
 Repeat n of one setting ran beside repeat n of the others (grid.run_order), so those are compared:
-what slows down the whole machine for a while hits both and cancels. Speeds scatter by factors, so
-ratios and their 95 % intervals are computed from logarithms.
+what slows down the whole machine for a while hits both and cancels. A gain is the median of these
+ratios: one repeat that was disturbed does not move it. Speeds scatter by factors, so ratios and
+their 95 % intervals are computed from logarithms.
 """
 
 from __future__ import annotations
@@ -10,10 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, variance
+from statistics import fmean, median, variance
 
 from peagle.bench.results.document import Cell
-from peagle.bench.results.intervals import Interval, t_quantile
+from peagle.bench.results.intervals import (
+    FEWEST_DEGREES,
+    Interval,
+    median_over_mean,
+    t_quantile,
+)
 from peagle.bench.results.settings import NONE, Place, Setting, usable_repeats, usable_runs
 
 Speeds = Mapping[int, float]  # number of the repeat -> tokens per second
@@ -31,6 +37,14 @@ def gains_at(place: Place, cells: Mapping[Setting, Cell]) -> dict[Setting, Inter
     return gains({setting: speeds_of(cell) for setting, cell in cells.items()})
 
 
+def fastest_at(place: Place, cells: Mapping[Setting, Cell]) -> Setting:
+    """What gains most, which is what advice names; without gains, what has most tokens/s."""
+    gained = gains_at(place, cells)
+    if gained:
+        return max(gained, key=lambda setting: gained[setting].value)
+    return max(cells, key=lambda setting: median(speeds_of(cells[setting]).values()))
+
+
 def gains(speeds: Mapping[Setting, Speeds]) -> dict[Setting, Interval]:
     """The same from speeds; their scatter is pooled over all settings."""
     plain = next((own for setting, own in speeds.items() if setting.method == NONE), None)
@@ -46,7 +60,7 @@ def mixed_speeds(cells: Sequence[Cell], weights: Sequence[float]) -> dict[int, f
     rows = [speeds_of(cell) for cell in cells]
     shared = sorted(set.intersection(*(set(row) for row in rows)))
     if not shared:  # only cut repeats, of different rounds: one value of what there is
-        rows, shared = [{0: fmean(row.values())} for row in rows], [0]
+        rows, shared = [{0: median(row.values())} for row in rows], [0]
     total = sum(weights)
     return {
         n: total / sum(weight / row[n] for weight, row in zip(weights, rows, strict=True))
@@ -71,16 +85,16 @@ class Scatter:
     degrees: int = 0
 
     def ratio(self, new: Speeds, base: Speeds) -> Interval:
-        """`new` over `base`, from the repeats that both have; no bounds from a single one."""
+        """`new` over `base`, from the repeats that both have; no bounds from too few."""
         assert new, "no repeats to compare"
         assert base, "no repeats to compare with"
         logs = [math.log(new[n] / base[n]) for n in new if n in base]
         if not logs:
-            return Interval(math.exp(_mean_log(new.values()) - _mean_log(base.values())))
-        if self.variance is None or len(logs) == 1:
-            return Interval(math.exp(fmean(logs)))
+            return Interval(math.exp(_median_log(new.values()) - _median_log(base.values())))
+        if self.variance is None or self.degrees < FEWEST_DEGREES or len(logs) == 1:
+            return Interval(math.exp(median(logs)), num_values=len(logs))
         half = t_quantile(self.degrees) * math.sqrt(2 * self.variance / len(logs))
-        return _from_logs(fmean(logs), half, len(logs))
+        return _from_logs(median(logs), half, len(logs))
 
 
 def scatter_of(rows: Iterable[Speeds]) -> Scatter:
@@ -104,21 +118,19 @@ def scatter_of(rows: Iterable[Speeds]) -> Scatter:
 
 
 def unpaired_ratio(new: Sequence[float], base: Sequence[float]) -> Interval:
-    """`new` over `base` of two separate measurements (Welch). No bounds if one has one repeat."""
-    new_logs, base_logs = [math.log(x) for x in new], [math.log(x) for x in base]
-    assert new_logs, "no repeats to compare"
-    assert base_logs, "no repeats to compare with"
-    center = fmean(new_logs) - fmean(base_logs)
-    if min(len(new_logs), len(base_logs)) == 1:
-        return Interval(math.exp(center))
-    parts = [variance(logs) / len(logs) for logs in (new_logs, base_logs)]
-    degrees = _welch_degrees(parts, [len(new_logs), len(base_logs)])
-    half = t_quantile(degrees) * math.sqrt(sum(parts))
-    return _from_logs(center, half, min(len(new_logs), len(base_logs)))
+    """`new` over `base` of two separate measurements (Welch). No bounds from too few."""
+    assert new, "no repeats to compare"
+    assert base, "no repeats to compare with"
+    center, fewest = _median_log(new) - _median_log(base), min(len(new), len(base))
+    if fewest - 1 < FEWEST_DEGREES:
+        return Interval(math.exp(center), num_values=fewest)
+    parts = [variance(map(math.log, speeds)) / len(speeds) for speeds in (new, base)]
+    degrees = _welch_degrees(parts, [len(new), len(base)])
+    return _from_logs(center, t_quantile(degrees) * math.sqrt(sum(parts)), fewest)
 
 
 def is_above(ratio: Interval, bound: float) -> bool:
-    """Whether the whole interval is; never known from a single repeat."""
+    """Whether the whole interval is; never known without one."""
     return ratio.low is not None and ratio.low > bound
 
 
@@ -134,11 +146,12 @@ def _welch_degrees(parts: Sequence[float], counts: Sequence[int]) -> int:
     return max(1, math.floor(sum(parts) ** 2 / spread + 1e-6))
 
 
-def _mean_log(speeds: Iterable[float]) -> float:
-    return fmean(math.log(speed) for speed in speeds)
+def _median_log(speeds: Iterable[float]) -> float:
+    return median(math.log(speed) for speed in speeds)
 
 
 def _from_logs(center: float, half: float, count: int) -> Interval:
-    return Interval(
-        math.exp(center), math.exp(center - half), math.exp(center + half), num_values=count
-    )
+    """`half`: half the width of the interval that a mean of so many logarithms has."""
+    half *= median_over_mean(count)
+    bounds = math.exp(center - half), math.exp(center + half)
+    return Interval(math.exp(center), *bounds, num_values=count)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import zip_longest
-from statistics import fmean
+from statistics import fmean, median
 
 from peagle.bench.analysis.gains import gains_at, speeds_of
 from peagle.bench.results.document import Cell, CellRun, Quantiles, Results
@@ -56,7 +56,7 @@ def speed_ups(results: Results) -> dict[str, dict[str, list[SpeedUp]]]:
 def _keep_the_faster(points: list[SpeedUp], new: SpeedUp) -> None:
     for n, old in enumerate(points):
         if old.load == new.load:
-            points[n] = max(old, new, key=lambda p: p.gain.mean)
+            points[n] = max(old, new, key=lambda p: p.gain.value)
             return
     points.append(new)
 
@@ -92,7 +92,7 @@ def representatives(results: Results) -> list[Setting]:
     speeds: dict[Setting, list[float]] = {}
     for cells in by_place(results.cells).values():
         for setting, cell in cells.items():
-            speeds.setdefault(setting, []).append(math.log(fmean(speeds_of(cell).values())))
+            speeds.setdefault(setting, []).append(math.log(median(speeds_of(cell).values())))
     best: dict[tuple[str, str | None], Setting] = {}
     for setting, logs in speeds.items():
         leader = best.setdefault(setting.series, setting)

@@ -20,7 +20,8 @@ from peagle.bench.analysis.gains import (
     scatter_of,
 )
 from peagle.bench.results.document import Cell, Results
-from peagle.bench.results.intervals import Interval, t_interval
+from peagle.bench.results.figures import counted, factor_with_bounds
+from peagle.bench.results.intervals import Interval, median_interval
 from peagle.bench.results.settings import (
     NONE,
     Names,
@@ -39,6 +40,7 @@ from peagle.errors import DataError
 ALL = "all"
 Cells = Mapping[Setting, Cell]
 SECONDS_PER_HOUR = 3600
+MOST_NAMED = 4  # settings that are as good as the one that is advised
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,22 @@ class Advice:
     load: str
     choices: tuple[Choice, ...]  # fastest first; none is among them
     best: Choice  # what is advised; none where speculation should be off
-    tied: tuple[Choice, ...]  # cannot be told apart from the fastest with these repeats
+    # Others that cannot be told apart from the fastest, or are it; none where noise is not known.
+    tied: tuple[Choice, ...]
     why: str
 
     @property
     def off(self) -> bool:
         return self.best.setting.method == NONE
+
+    @property
+    def tied_names(self) -> str:
+        """`p-eagle K=5, eagle3 K=7 and 3 more`; empty without any."""
+        if len(self.choices) > 1 and self.choices[0].gain.low is None:
+            return "not known"
+        names = [choice.name for choice in self.tied]
+        more = len(names) - MOST_NAMED
+        return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
     @property
     def plain(self) -> Choice:
@@ -77,35 +89,33 @@ def decide(
 ) -> Advice:
     """`choices`: fastest first."""
     fastest, scatter = choices[0], scatter_of(speeds.values())
-    tied = tuple(
-        c
-        for c in choices[1:]
-        if not is_above(scatter.ratio(speeds[fastest.setting], speeds[c.setting]), 1.0)
-    )
     plain = next(c for c in choices if c.setting.method == NONE)
     best = fastest if _gains(fastest.gain) else plain
+    tied = tuple(
+        c
+        for c in choices
+        if c is not best and _holds_one(scatter.ratio(speeds[fastest.setting], speeds[c.setting]))
+    )
     why = _why(fastest, best) if len(choices) > 1 else "no drafter was measured"
     return Advice(workload, load, tuple(choices), best, tied, why)
 
 
+def _holds_one(ratio: Interval) -> bool:
+    return ratio.low is not None and not is_above(ratio, 1.0)
+
+
 def _gains(gain: Interval) -> bool:
-    """Whether it is a sure gain, or one as far as a single repeat tells; none's own is 1."""
-    return gain.mean > 1.0 if gain.low is None else is_above(gain, 1.0)
+    """Whether it is a sure gain, or one as far as too few repeats tell; none's own is 1."""
+    return gain.value > 1.0 if gain.low is None else is_above(gain, 1.0)
 
 
 def _why(fastest: Choice, best: Choice) -> str:
     if best.setting == fastest.setting and best.setting.method == NONE:
         return "nothing measured is faster than no speculation"
     if best.setting.method == NONE:
-        return f"the best, {fastest.name}, gains {gain_in_words(fastest.gain)}: no sure gain"
-    return f"gains {gain_in_words(best.gain)}"
-
-
-def gain_in_words(gain: Interval) -> str:
-    """`1.52x (1.48 to 1.56)`; a single repeat has no bounds and says so."""
-    if gain.low is None or gain.high is None:
-        return f"{gain.mean:.2f}x (one repeat, no interval)"
-    return f"{gain.mean:.2f}x ({gain.low:.2f} to {gain.high:.2f})"
+        gain = factor_with_bounds(fastest.gain)
+        return f"the fastest, {fastest.name}, gains {gain}, which may be noise"
+    return f"gains {factor_with_bounds(best.gain)}"
 
 
 @dataclass(frozen=True)
@@ -155,10 +165,10 @@ def _advise(table: Mapping[Place, Cells], workload: str, load: str, names: Names
     lengths = {s: _acceptance([cells[s] for cells in table.values()], weights) for s in settings}
     choices = sorted(
         (
-            Choice(s, short_name(s, names), t_interval([*v.values()]), gained[s], lengths[s])
+            Choice(s, short_name(s, names), median_interval([*v.values()]), gained[s], lengths[s])
             for s, v in speeds.items()
         ),
-        key=lambda c: -c.gain.mean,
+        key=lambda c: -c.gain.value,
     )
     return decide(workload, load, choices, speeds)
 
@@ -186,8 +196,9 @@ def _notes(results: Results, table: Mapping[Place, Any], overall: Advice) -> tup
         notes.append("request rates are left out: arrivals set their speed, see their latencies")
     if results.partial or any(run.partial for cell in results.cells for run in cell.repeats):
         notes.append("the results are partial: measure the rest before you rely on this")
-    if any(c.otps.low is None for c in overall.choices):
-        notes.append("one repeat only: no intervals, nothing says which gains are noise")
+    if len(overall.choices) > 1 and overall.choices[0].gain.low is None:
+        repeats = counted(min(c.gain.num_values for c in overall.choices), "repeat")
+        notes.append(f"{repeats} only: no intervals, nothing says which gains are noise")
     return tuple(notes)
 
 
@@ -228,16 +239,17 @@ def peagle_config(setting: Setting) -> dict[str, Any] | None:
     config = {
         "method": setting.method,
         "model": setting.head,
-        "num_speculative_tokens": setting.num_speculative_tokens,
+        "num_speculative_tokens": None if setting.is_auto else setting.num_speculative_tokens,
         "num_draft_nodes": setting.num_draft_nodes,
+        "speculation": "auto" if setting.is_auto else None,
     }
     return {key: value for key, value in config.items() if value is not None}
 
 
 def vllm_config(setting: Setting) -> dict[str, Any] | None:
     """The value of `vllm serve --speculative-config`: both kinds of head are eagle3 there. None for
-    trees, which vLLM does not draft."""
-    if setting.num_draft_nodes is not None:
+    trees, which vLLM does not draft, and where the engine chooses."""
+    if setting.num_draft_nodes is not None or setting.is_auto:
         return None
     config = peagle_config(setting)
     if config is None or setting.method not in ("p-eagle", "eagle3", "ngram"):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from itertools import groupby
+from statistics import fmean
 
 from peagle.bench.analysis import series
-from peagle.bench.report.markup import DASH, details, number, paragraph, share, table, text
+from peagle.bench.report.markup import details, or_nothing, paragraph, table, text
 from peagle.bench.results.document import AnswerDifference, Results, Sample
+from peagle.bench.results.figures import NOTHING, counted, length, share
 from peagle.bench.results.settings import (
     NONE,
     Setting,
@@ -18,10 +22,13 @@ from peagle.bench.results.settings import (
 )
 
 SHOWN_OPEN = 2  # prompts; the others fold
+LABEL = re.compile(r"(?P<method>[^ ]+)(?: N=(?P<nodes>\d+))?(?: \((?P<head>.*)\))?")
+# What an answer has that is read by columns: a fence, an indented line, or a line that begins so.
+CODE = re.compile(r"```|^(?: {4}|\t|def |class |import |from \w+ import |#include|function )", re.M)
 
 
-def samples_block(samples: Sequence[Sample]) -> str:
-    """Every prompt with the methods' answers beside each other."""
+def samples_block(samples: Sequence[Sample], where: str = "") -> str:
+    """Every prompt with the methods' answers beside each other. `where`: under which load."""
     groups: dict[tuple[str, str], list[Sample]] = {}
     for sample in samples:
         groups.setdefault((sample.workload, sample.prompt), []).append(sample)
@@ -30,10 +37,11 @@ def samples_block(samples: Sequence[Sample]) -> str:
         return ""
     legend = paragraph(
         'Tokens that a drafter guessed and the target accepted are <mark class="draft">shaded and '
-        "underlined</mark>; the others are the target's own.",
+        f"underlined</mark>; the others are the target's own. First repeat{text(where)}.",
         kind="note",
     )
-    rest = details(f"{len(blocks) - SHOWN_OPEN} more prompts", "\n".join(blocks[SHOWN_OPEN:]))
+    more = counted(len(blocks) - SHOWN_OPEN, "more prompt")
+    rest = details(more, "\n".join(blocks[SHOWN_OPEN:]))
     return "\n".join([legend, *blocks[:SHOWN_OPEN], rest])
 
 
@@ -51,34 +59,39 @@ def _sample_group(group: Sequence[Sample]) -> str:
 
 
 def _setting(sample: Sample) -> Setting:
-    """`Sample.method` is a label, `p-eagle (my-head)`."""
-    method, _, head = sample.method.partition(" (")
-    return Setting(method, sample.num_speculative_tokens, head.removesuffix(")") or None)
+    """`Sample.method` is a label, `p-eagle (my-head)`, of trees `p-eagle N=31 (my-head)`."""
+    found = LABEL.fullmatch(sample.method)
+    if found is None:
+        return Setting(sample.method, sample.num_speculative_tokens)
+    nodes = int(found["nodes"]) if found["nodes"] else None
+    return Setting(found["method"], sample.num_speculative_tokens, found["head"], nodes)
 
 
 def _short_label(sample: Sample, group: Sequence[Sample]) -> str:
     """The head is left out where the method has only one."""
     setting = _setting(sample)
     heads = {s.head for other in group if (s := _setting(other)).method == setting.method}
-    name = setting.method if len(heads) == 1 else sample.method
+    name = setting.name if len(heads) == 1 else sample.method
     return short_name(setting, {setting.series: name})
 
 
 def _answer(sample: Sample, label: str) -> str:
+    size = counted(len(sample.tokens), "token")
     drafted = sum(token.drafted for token in sample.tokens)
-    length = f"{len(sample.tokens)} tokens"
-    count = length if sample.method == NONE else f"{drafted} of {length} drafted"
+    shown = size if sample.method == NONE else f"{drafted} of {size} drafted"
+    answer = "".join(token.text for token in sample.tokens)
+    kind = "tokens code" if CODE.search(answer) else "tokens"
     return (
-        f'<div class="answer"><h4>{text(label)}</h4>\n<p class="note">{count}</p>\n'
-        f'<div class="tokens">{_tokens(sample)}</div></div>'
+        f'<div class="answer"><h4>{text(label)}</h4>\n<p class="note">{shown}</p>\n'
+        f'<div class="{kind}">{_tokens(sample)}</div></div>'
     )
 
 
 def _tokens(sample: Sample) -> str:
-    return "".join(
-        f'<mark class="draft">{text(token.text)}</mark>' if token.drafted else text(token.text)
-        for token in sample.tokens
-    )
+    """Neighbouring drafts are one mark. Without a drafter nothing was drafted, whatever is said."""
+    groups = groupby(sample.tokens, key=lambda t: t.drafted and sample.method != NONE)
+    pieces = [(drafted, text("".join(t.text for t in group))) for drafted, group in groups]
+    return "".join(f'<mark class="draft">{p}</mark>' if drafted else p for drafted, p in pieces)
 
 
 def differences_block(differences: Sequence[AnswerDifference]) -> str:
@@ -92,15 +105,14 @@ def differences_block(differences: Sequence[AnswerDifference]) -> str:
             str(d.position + 1),
             _token(d.expected, d.expected_text),
             _token(d.got, d.got_text),
-            DASH if d.gap is None else f"{d.gap:.2g}",
+            or_nothing(NOTHING if d.gap is None else f"{d.gap:.2g}"),
         ]
         for d in differences
     ]
     columns = ("setting", "workload, load", "prompt", "token", "none says", "it says", "gap")
-    inner = table(
-        columns, rows, caption="First token that differs, one row an answer", words=(1, 2, 4, 5)
-    )
-    return details(f"{len(rows)} differences", inner)
+    caption = "First token that differs, one row an answer"
+    inner = table(columns, rows, caption=caption, kind="grid", words=(1, 2, 4, 5))
+    return details(counted(len(rows), "difference"), inner)
 
 
 def _token(token: int | None, words: str) -> str:
@@ -126,9 +138,9 @@ def looping_table(results: Results) -> str:
                     [
                         f"{text(workload)}, {text(short_name(setting, names))}",
                         share(series.looping_share(runs)),
-                        number(sum(lengths) / len(lengths)),
-                        number(sum(clean) / len(clean)),
+                        length(fmean(lengths)),
+                        length(fmean(clean)),
                     ]
                 )
     columns = ("workload, setting", "looping answers", "acceptance length", "without them")
-    return table(columns, rows, caption="Looping answers") if rows else ""
+    return table(columns, rows, caption="Looping answers", kind="grid") if rows else ""

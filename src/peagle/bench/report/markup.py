@@ -9,13 +9,13 @@ import base64
 import html
 from collections.abc import Iterable, Sequence
 
+from peagle.bench.analysis.gains import is_above, is_below
 from peagle.bench.report.plot_style import Plot, render
 from peagle.bench.results.document import Cell
+from peagle.bench.results.figures import NOTHING, factor_with_bounds
 from peagle.bench.results.intervals import Interval
 
 BREAKPOINT = "640px"  # below it a screen is a phone; style.css has the same number
-DASH = "&ndash;"
-TIMES = "&times;"
 
 
 def text(value: object) -> str:
@@ -47,26 +47,34 @@ def table(
     words: Sequence[int] = (),
 ) -> str:
     """Cells are HTML. The first column names the row, those in `words` hold no numbers. The table
-    scrolls in a box of its own, which the keyboard reaches too."""
+    scrolls in a box of its own, which the keyboard reaches too; on a phone a row is a block, in
+    which each cell has its column's name above it."""
     left = ["" if n not in words else ' class="words"' for n in range(len(columns))]
     names = zip(columns, left, strict=True)
     head = "".join(f'<th scope="col"{class_}>{column}</th>' for column, class_ in names)
-    body = "\n".join(_row(row, left) for row in rows)
+    body = "\n".join(_row(row, left, columns) for row in rows)
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{text(caption)}">\n'
+        f'<div class="scroll {kind}" tabindex="0" role="region" aria-label="{text(caption)}">\n'
         f'<table class="{kind}">\n<caption><span>{text(caption)}</span></caption>\n'
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n</div>"
     )
 
 
-def _row(cells: Sequence[str], classes: Sequence[str]) -> str:
-    pairs = list(zip(cells, classes, strict=True))[1:]
-    values = "".join(f"<td{class_}>{cell}</td>" for cell, class_ in pairs)
+def _row(cells: Sequence[str], classes: Sequence[str], columns: Sequence[str]) -> str:
+    values = "".join(
+        f'<td{class_} data-label="{column}">{cell}</td>'
+        for cell, class_, column in list(zip(cells, classes, columns, strict=True))[1:]
+    )
     return f'<tr><th scope="row">{cells[0]}</th>{values}</tr>'
 
 
 def details(summary: str, body: str) -> str:
     return f"<details>\n<summary>{text(summary)}</summary>\n{body}\n</details>" if body else ""
+
+
+def command(words: str) -> str:
+    """A click selects the whole line."""
+    return f'<pre class="command"><code>{text(words)}</code></pre>'
 
 
 def picture(plot: Plot) -> str:
@@ -84,26 +92,30 @@ def _data_url(svg: bytes) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
 
 
-def ratio(gain: Interval) -> str:
-    bounds = (
-        "" if gain.low is None or gain.high is None else f" ({gain.low:.2f}&ndash;{gain.high:.2f})"
-    )
-    return f"{gain.mean:.2f}{TIMES}{bounds}"
+def gain(ratio: Interval) -> str:
+    """Coloured, and with a sign for those who see no colours: up, down, or within noise; neither
+    where too few repeats leave that open."""
+    sign, kind = ("&asymp;&nbsp;", "even") if ratio.low is not None else ("", "unsure")
+    if is_above(ratio, 1.0):
+        sign, kind = "&#9650;&nbsp;", "up"
+    elif is_below(ratio, 1.0):
+        sign, kind = "&#9660;&nbsp;", "down"
+    value, _, bounds = factor_with_bounds(ratio).partition(" ")
+    return f'<span class="{kind}">{sign}{value}</span> <span class="small">{bounds}</span>'
 
 
-def number(value: float | None) -> str:
-    return DASH if value is None else f"{value:.2f}"
+def spread(words: str) -> str:
+    """`38.8 (36.0 to 41.6)` with what lies behind the figure smaller."""
+    value, space, rest = words.partition(" ")
+    return f'{value}{space}<span class="small">{rest}</span>' if rest else value
 
 
-def share(value: float | None) -> str:
-    return DASH if value is None else f"{value:.0%}"
+def or_nothing(value: str) -> str:
+    return "&ndash;" if value == NOTHING else value
 
 
-def speed_with_bounds(speed: Interval) -> str:
-    if speed.half_width is None:
-        return f"{speed.mean:,.1f}"
-    return f"{speed.mean:,.1f} &plusmn; {speed.half_width:,.1f}"
-
-
-def partial_mark(cell: Cell) -> str:
-    return " (partial)" if any(run.partial for run in cell.repeats) else ""
+def marks(cell: Cell) -> str:
+    summary = cell.summary()
+    found = ["partial"] * any(run.partial for run in cell.repeats)
+    found += ["busy"] * (summary is not None and summary.busy)
+    return f" ({', '.join(found)})" if found else ""

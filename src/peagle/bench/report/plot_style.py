@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDE, NARROW = 9.0, 4.0  # inches
-PANEL_HEIGHT = 3.0
+WIDE, NARROW = 9.6, 4.0  # inches
+PANEL_WIDTH, PANEL_HEIGHT = 4.8, 3.0  # of a panel alone: it need not fill the page
 MOST_LOADS_NARROW = 4
+LETTERS_PER_INCH, LINE_HEIGHT, SOFT = 15, 0.17, "#55585f"  # of notes; inches
 PART_LOOKS = {"draft": ("#ffffff", "///"), "verify": ("#9fb8dd", ""), "other": ("#4a4a4a", "")}
 STYLE: dict[Any, Any] = {  # matplotlib's names
     "font.size": 9,
@@ -87,13 +89,34 @@ def look_of(name: str, names: Sequence[str]) -> Look:
     return taken[name]
 
 
-def render(plot: Plot, *, narrow: bool = False, file_format: str = "svg") -> bytes:
+def render(
+    plot: Plot, *, narrow: bool = False, heading: str | None = None, file_format: str = "svg"
+) -> bytes:
+    """`heading` says what was measured: with it a picture stands alone, its title and the note on
+    how to read it included."""
     with _matplotlib():
         figure = plot.draw(narrow)
+        if heading is not None:
+            _explain(figure, plot, heading)
         buffer = io.BytesIO()
-        metadata = {"Date": None} if file_format == "svg" else None
-        figure.savefig(buffer, format=file_format, dpi=160, metadata=metadata)
+        if file_format == "svg":  # without a background: a page may be dark
+            figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
+        else:
+            figure.savefig(buffer, format=file_format, dpi=160)
     return buffer.getvalue()
+
+
+def _explain(figure: Figure, plot: Plot, heading: str) -> None:
+    """Title, what was measured and how to read it, in room above the panels."""
+    width, height = figure.get_size_inches()
+    letters = int(width * LETTERS_PER_INCH)
+    lines = [*textwrap.wrap(heading, letters), *textwrap.wrap(plot.note, letters)]
+    whole = height + (len(lines) + 3) * LINE_HEIGHT
+    figure.set_size_inches(width, whole)
+    figure.set_layout_engine("constrained", rect=(0.0, 0.0, 1.0, height / whole))
+    title, rest = (1 - n * LINE_HEIGHT / whole for n in (0.6, 2.1))
+    figure.text(0.01, title, plot.title, va="top", fontsize=11, fontweight="bold")
+    figure.text(0.01, rest, "\n".join(lines), va="top", fontsize=8, color=SOFT, linespacing=1.45)
 
 
 @contextlib.contextmanager
@@ -114,7 +137,7 @@ def panels(titles: Sequence[str], *, narrow: bool, across: int = 3) -> tuple[Fig
 
     columns = 1 if narrow else min(across, len(titles))
     rows = -(-len(titles) // columns)
-    width = NARROW if narrow else WIDE
+    width = NARROW if narrow else min(WIDE, PANEL_WIDTH * columns)
     figure = Figure(figsize=(width, PANEL_HEIGHT * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
     flat = [grid[n // columns][n % columns] for n in range(rows * columns)]
@@ -137,7 +160,6 @@ def label_ends(
         axes.annotate(
             name, (x, height), xytext=(7, 0), textcoords="offset points",
             va="center", color=looks[name].color, annotation_clip=False,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
         )  # fmt: skip
 
 

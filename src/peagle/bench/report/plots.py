@@ -19,14 +19,17 @@ from peagle.bench.report.plot_style import (
     thinned,
 )
 from peagle.bench.results.document import Quantiles, Results
+from peagle.bench.results.figures import factor, quantity
 from peagle.bench.results.settings import Names, Setting, load_key, series_names, short_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+ROW_OF_KS = 11  # points
 BESIDE = 0.07  # of the way to the next load, so that intervals do not hide each other
 MOST_TICKS = 8  # more would touch
+MOST_TIME_PANELS = 6
 Lines = Mapping[str, Mapping[int, float]]  # name -> x -> y
 # metric -> title, unit, factor from seconds
 METRICS = {
@@ -58,26 +61,28 @@ def speed_up_plot(results: Results) -> Plot | None:
     loads = sorted({point.load for point in points}, key=load_key)
     names = list(series_names(results.cells).values())
 
+    lowest = min(point.gain.value for point in points)
+
     def draw_panel(axes: Axes, workload: str) -> None:
-        top = 1.0
-        ends: dict[str, tuple[float, float]] = {}
-        looks: dict[str, Look] = {}
-        for n, (name, points) in enumerate(found[workload].items()):
-            aside = (n - (len(found[workload]) - 1) / 2) * BESIDE
+        top, lines = 1.0, found[workload]
+        looks = {name: look_of(name, names) for name in lines}
+        for n, (name, points) in enumerate(lines.items()):
+            aside = (n - (len(lines) - 1) / 2) * BESIDE
             x = [loads.index(p.load) + aside for p in points]
-            y = [p.gain.mean for p in points]
-            _errors(axes, x, points, look_of(name, names))
-            draw_line(axes, x, y, look_of(name, names))
-            for position, value, point in list(zip(x, y, points, strict=True))[:-1]:
-                _mark_k(axes, position, value, point.k)
+            y = [p.gain.value for p in points]
+            _errors(axes, x, points, looks[name])
+            draw_line(axes, x, y, looks[name])
+            _row_of_ks(axes, n, name, points, loads, looks[name])
             top = max(top, *y)
-            label = f"{name} K={points[-1].k}"
-            ends[label], looks[label] = (len(loads) - 1 + BESIDE, y[-1]), look_of(name, names)
         axes.axhline(1.0, color="black", linewidth=1)
-        axes.set_ylim(0, top * 1.25)  # an interval of few repeats may leave the panel
+        axes.set_ylim(min(0.9, 0.95 * lowest), top * 1.12)  # intervals of few repeats may leave it
         axes.set_xlim(-0.25, len(loads) - 1 + 0.25)
         axes.set_xticks(range(len(loads)), loads)
-        axes.set(xlabel=load_label(loads), ylabel="speed against none (x)")
+        axes.set(ylabel="speed against none (x)")
+        axes.set_xlabel(load_label(loads), labelpad=4 + ROW_OF_KS * len(lines))
+        ends = {
+            name: (len(loads) - 1 + BESIDE, line[-1].gain.value) for name, line in lines.items()
+        }
         label_ends(axes, ends, looks)
 
     return Plot(
@@ -85,13 +90,31 @@ def speed_up_plot(results: Results) -> Plot | None:
         title="Speed-up by load",
         alt=f"Speed-up over no speculation by load. {_gains_in_words(found)}",
         note=(
-            "Output tokens per second divided by those of method none under the same load. The "
-            "small number at a point, or behind a name, is the K that was best there; upright "
-            "bars are 95 % intervals. Below the black line speculation loses. Loads are not to "
-            "scale."
+            "Output tokens per second divided by those of method none under the same load; upright "
+            "bars are 95 % intervals. Below the axis stands the K that was fastest at each load. "
+            "Below the black line speculation loses. Loads are not to scale."
         ),
         draw=drawer(list(found), draw_panel),
     )
+
+
+def _row_of_ks(
+    axes: Axes,
+    number: int,
+    name: str,
+    points: Sequence[series.SpeedUp],
+    loads: Sequence[str],
+    look: Look,
+) -> None:
+    """Each point's K, in a row of its own below the axis: beside the points they would touch."""
+    height = -(18 + ROW_OF_KS * number)  # points below the axis
+    here = axes.get_xaxis_transform()
+    words = [(loads.index(point.load), str(point.k), "center") for point in points]
+    for x, word, align in ((-0.3, f"{name}  K", "right"), *words):
+        axes.annotate(
+            word, (x, 0), xycoords=here, xytext=(0, height), textcoords="offset points",
+            ha=align, va="top", fontsize=8, color=look.color, annotation_clip=False,
+        )  # fmt: skip
 
 
 def _errors(axes: Axes, x: Sequence[float], points: Sequence[series.SpeedUp], look: Look) -> None:
@@ -100,16 +123,12 @@ def _errors(axes: Axes, x: Sequence[float], points: Sequence[series.SpeedUp], lo
             axes.vlines(position, point.gain.low, point.gain.high, color=look.color, linewidth=1)
 
 
-def _mark_k(axes: Axes, x: float, y: float, k: int) -> None:
-    axes.annotate(str(k), (x, y), xytext=(5, 4), textcoords="offset points", ha="left", fontsize=7)
-
-
 def _gains_in_words(found: Mapping[str, Mapping[str, Sequence[series.SpeedUp]]]) -> str:
     return "; ".join(
         f"{workload}: "
         + ", ".join(
-            f"{name} {points[0].gain.mean:.2f}x at {points[0].load} "
-            f"and {points[-1].gain.mean:.2f}x at {points[-1].load}"
+            f"{name} {factor(points[0].gain)} at {points[0].load} "
+            f"and {factor(points[-1].gain)} at {points[-1].load}"
             for name, points in lines.items()
         )
         for workload, lines in found.items()
@@ -246,7 +265,7 @@ def _latency_plot(results: Results, workload: str) -> Plot | None:
         title=f"Latency tails: {workload}",
         alt=f"Latencies of {workload} by load and method; the table below has every figure. "
         f"{short_name(slowest[0], names)} at load {last}: whole answer "
-        f"p50 {slowest[1][last].p50:.2f} s, p99 {slowest[1][last].p99:.2f} s.",
+        f"p50 {quantity(slowest[1][last].p50)} s, p99 {quantity(slowest[1][last].p99)} s.",
         note="The marker is p50, the short bar p95, the end of the line p99. Each method at the K "
         "that is fastest over the whole grid.",
         draw=draw,
@@ -306,28 +325,37 @@ def time_plot(results: Results) -> Plot | None:
     found = series.time_breakdown(results)
     if not found:
         return None
-    names, loads = series_names(results.cells), thinned(list(found), 3)
+    names, loads = series_names(results.cells), thinned(list(found), MOST_TIME_PANELS)
+    bars = [bar for load in loads for bar in found[load]]
+    unit, scale = ("ms", 1e3) if max(bar.total for bar in bars) >= 1e-3 else ("µs", 1e6)
+    parts = [part for part in series.PARTS if any(getattr(bar, part) for bar in bars)]
 
     def draw(narrow: bool) -> Figure:
-        figure, grid = panels([f"load {load}" for load in loads], narrow=narrow)
+        across = 3 if len(loads) != 4 else 2
+        figure, grid = panels([f"load {load}" for load in loads], narrow=narrow, across=across)
         for axes, load in zip(grid, loads, strict=True):
-            _time_panel(axes, found[load], names)
+            _time_panel(axes, found[load], parts, names, scale)
+            axes.set_xlabel(f"{unit} per output token")
         handles, labels = grid[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
         return figure
 
     words = "; ".join(
         f"load {load}: "
-        + ", ".join(f"{short_name(b.setting, names)} {b.total * 1e3:.2f} ms" for b in found[load])
+        + ", ".join(
+            f"{short_name(b.setting, names)} {quantity(b.total * scale)} {unit}"
+            for b in found[load]
+        )
         for load in loads
     )
+    drafting = "" if "draft" in parts else " and drafting, which run as one graph here"
     return Plot(
         name="time",
         title="Where the time goes",
-        alt=f"Milliseconds of engine time per output token, split into drafting, verification and "
-        f"the rest. {words}.",
-        note="Engine time per output token, over all workloads: shorter is faster. Verification "
-        "includes prefill. The rest is scheduling, sampling and text.",
+        alt=f"Engine time per output token, split into {', '.join(parts)}. {words}.",
+        note="Engine time per output token, over all workloads: shorter is faster. Each method at "
+        f"the K that is fastest over the whole grid. verify includes prefill{drafting}; other is "
+        "scheduling, sampling and text.",
         draw=draw,
     )
 
@@ -335,22 +363,24 @@ def time_plot(results: Results) -> Plot | None:
 def _time_panel(
     axes: Axes,
     bars: Sequence[series.Breakdown],
+    parts: Sequence[str],
     names: Names,
+    scale: float,
 ) -> None:
     left = [0.0] * len(bars)
-    for part in series.PARTS:
+    for part in parts:
         color, hatch = PART_LOOKS[part]
-        values = [getattr(bar, part) * 1e3 for bar in bars]
+        values = [getattr(bar, part) * scale for bar in bars]
         axes.barh(
             range(len(bars)), values, left=left, label=part, color=color, hatch=hatch,
             edgecolor="black", linewidth=0.8, height=0.6,
         )  # fmt: skip
         left = [a + b for a, b in zip(left, values, strict=True)]
     for n, bar in enumerate(bars):
-        axes.annotate(f"{bar.total * 1e3:.2f}", (left[n], n), xytext=(3, 0),
+        axes.annotate(quantity(bar.total * scale), (left[n], n), xytext=(3, 0),
                       textcoords="offset points", va="center", fontsize=8)  # fmt: skip
     axes.set_yticks(range(len(bars)), [short_name(bar.setting, names) for bar in bars])
     axes.set_xlim(0, max(left) * 1.18)
+    axes.locator_params(axis="x", nbins=5)
     axes.invert_yaxis()
     axes.grid(visible=False)
-    axes.set_xlabel("ms per output token")

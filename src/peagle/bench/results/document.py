@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from peagle.bench.results.intervals import Interval, t_interval
+from peagle.bench.results.intervals import Interval, median_interval
 from peagle.config import expected_value
 from peagle.errors import DataError
 from peagle.files import write_json
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 RESULTS = "results.json"
+BUSY = 0.1  # share of the CPUs that others took, above which a speed is worth little
 
 _T = TypeVar("_T")
 
@@ -80,6 +81,7 @@ class CellRun:
     acceptance_without_looping: float | None = None  # mean acceptance length
     peak_memory_bytes: int | None = None
     gpu_utilization: float | None = None  # 0 to 1
+    other_cpu_share: float | None = None  # of the CPUs' time, taken by other processes or machines
     categories: dict[str, Category] = field(default_factory=dict)
     partial: bool = False
     errors: list[str] = field(default_factory=list)
@@ -94,7 +96,7 @@ class CellRun:
 
 @dataclass(frozen=True)
 class Summary:
-    """The mean of a cell's whole repeats; partial ones count only where there is no whole one."""
+    """Of a cell's whole repeats; partial ones count only where there is no whole one."""
 
     otps: Interval
     steady_otps: float | None
@@ -102,9 +104,16 @@ class Summary:
     acceptance_length: float | None
     acceptance_without_looping: float | None
     partial: bool
+    busy: bool  # others used the machine in most repeats
 
 
-def method_name(method: str, num_draft_nodes: int | None) -> str:
+def is_busy(other_cpu_share: float | None) -> bool:
+    return other_cpu_share is not None and other_cpu_share > BUSY
+
+
+def method_name(method: str, num_draft_nodes: int | None, *, is_auto: bool) -> str:
+    if is_auto:
+        return f"{method} auto"
     return method if num_draft_nodes is None else f"{method} N={num_draft_nodes}"
 
 
@@ -120,11 +129,12 @@ class Cell:
     head: str | None = None  # the head's reference, as in Manifest.heads
     repeats: list[CellRun] = field(default_factory=list)
     num_draft_nodes: int | None = None  # of trees; None: drafts are chains
+    is_auto: bool = False  # the engine chooses how many drafts a step verifies
 
     @property
     def label(self) -> str:
-        """`p-eagle`, of trees `p-eagle N=31`; the same name for every K."""
-        name = method_name(self.method, self.num_draft_nodes)
+        """`p-eagle`, of trees `p-eagle N=31`, or `p-eagle auto`; the same name for every K."""
+        name = method_name(self.method, self.num_draft_nodes, is_auto=self.is_auto)
         return name if self.head is None else f"{name} ({Path(self.head).name})"
 
     @property
@@ -138,12 +148,13 @@ class Cell:
         if not runs:
             return None
         return Summary(
-            otps=t_interval([run.otps for run in runs]),
+            otps=median_interval([run.otps for run in runs]),
             steady_otps=_mean([run.steady_otps for run in runs]),
             num_repeats=len(runs),
             acceptance_length=_mean([run.acceptance_length for run in runs]),
             acceptance_without_looping=_mean([r.acceptance_without_looping for r in runs]),
             partial=not whole,
+            busy=sum(is_busy(run.other_cpu_share) for run in runs) > len(runs) / 2,
         )
 
 
@@ -262,8 +273,8 @@ class Results:
 
     @property
     def chains(self) -> list[Cell]:
-        """The cells whose drafts are not trees: K alone says what a step of theirs costs."""
-        return [cell for cell in self.cells if cell.num_draft_nodes is None]
+        """The cells with chains of K drafts: K alone says what a step of theirs costs."""
+        return [c for c in self.cells if c.num_draft_nodes is None and not c.is_auto]
 
     def to_json(self) -> dict[str, Any]:
         """The document, each cell with its summary."""

@@ -18,14 +18,15 @@ class Setting:
     """What a server is started with."""
 
     method: str
-    num_speculative_tokens: int = 0  # 0 for none
+    num_speculative_tokens: int = 0  # 0 for none; at most, where the engine chooses
     head: str | None = None
     num_draft_nodes: int | None = None  # of trees; None: drafts are chains
+    is_auto: bool = False  # the engine chooses how many drafts a step verifies
 
     @property
     def name(self) -> str:
-        """`p-eagle`, of trees `p-eagle N=31`."""
-        return method_name(self.method, self.num_draft_nodes)
+        """`p-eagle`, of trees `p-eagle N=31`, or `p-eagle auto`."""
+        return method_name(self.method, self.num_draft_nodes, is_auto=self.is_auto)
 
     @property
     def series(self) -> tuple[str, str | None]:
@@ -33,11 +34,12 @@ class Setting:
         return self.name, self.head
 
     @property
-    def sort_key(self) -> tuple[int, str, str, int, int]:
+    def sort_key(self) -> tuple[int, str, str, bool, int, int]:
         known = self.method in METHOD_ORDER
         place = METHOD_ORDER.index(self.method) if known else len(METHOD_ORDER)
         nodes = self.num_draft_nodes or 0
-        return place, self.method, self.head or "", nodes, self.num_speculative_tokens
+        depth = self.num_speculative_tokens
+        return place, self.method, self.head or "", self.is_auto, nodes, depth
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,10 @@ def distinct_names(paths: Sequence[str]) -> list[str]:
 
 
 def short_name(setting: Setting, names: Names) -> str:
-    """`p-eagle K=5`; `none`."""
+    """`p-eagle K=5`; `p-eagle auto`; `none`."""
     name = names.get(setting.series, setting.name)
-    return name if setting.method == NONE else f"{name} K={setting.num_speculative_tokens}"
+    has_depth = setting.method != NONE and not setting.is_auto
+    return f"{name} K={setting.num_speculative_tokens}" if has_depth else name
 
 
 def full_name(setting: Setting) -> str:
@@ -93,13 +96,21 @@ def full_name(setting: Setting) -> str:
     return short_name(setting, {setting.series: f"{setting.name}{head}"})
 
 
+def trees_in_words(cells: Iterable[Cell]) -> str:
+    """What `p-eagle N=31 K=7` means; empty where no trees were measured."""
+    if all(cell.num_draft_nodes is None for cell in cells):
+        return ""
+    return "N is the number of nodes in a tree of drafts, K its depth; without N drafts are chains."
+
+
 def load_key(load: str) -> tuple[bool, float]:
     """Orders loads: by concurrency, then by request rate."""
     return load.endswith("/s"), float(load.removesuffix("/s"))
 
 
 def setting_of(cell: Cell) -> Setting:
-    return Setting(cell.method, cell.num_speculative_tokens, cell.head, cell.num_draft_nodes)
+    depth, nodes = cell.num_speculative_tokens, cell.num_draft_nodes
+    return Setting(cell.method, depth, cell.head, nodes, cell.is_auto)
 
 
 def place_of(cell: Cell) -> Place:

@@ -33,10 +33,9 @@ from peagle.bench.results.document import (
 )
 from peagle.bench.results.settings import NONE, load_key
 from peagle.errors import ConfigError, DataError
-from peagle.files import write_json
-from peagle.locking import hold_lock
+from peagle.files import held_folder, write_json, writing
 
-MANIFEST, RUNS, LOCK = "manifest.json", "runs", ".lock"
+MANIFEST, RUNS = "manifest.json", "runs"
 MOST_DIFFERENCES = 200  # that a result names
 # The parts of the provenance that must not change between the runs of one table.
 SAME_HARDWARE = ("cpu", "cores", "gpus")
@@ -76,18 +75,11 @@ class Store:
     @contextlib.contextmanager
     def opened(self, *, overwrite: bool) -> Iterator[None]:
         """Makes the folder and holds it alone."""
-        with contextlib.ExitStack() as stack:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                lock = hold_lock(self.folder / LOCK, on_wait=self._refuse_second_writer)
-                stack.enter_context(lock)
+        with held_folder(self.folder):
+            with writing(self.folder):
                 if overwrite:
                     self._clear()
                 (self.folder / RUNS).mkdir(exist_ok=True)
-            except OSError as error:
-                raise ConfigError(
-                    f"cannot write to {self.folder}: {error.strerror}", hint="give another --out"
-                ) from None
             yield
 
     def agree(self, manifest: Manifest) -> Manifest:
@@ -139,19 +131,18 @@ class Store:
         for name in (MANIFEST, RESULTS):
             (self.folder / name).unlink(missing_ok=True)
 
-    def _refuse_second_writer(self) -> None:
-        raise ConfigError(f"another peagle bench writes to {self.folder}", hint="wait, or stop it")
-
 
 def run_name(cell: Cell, repeat: int) -> str:
     """Says what it is, and is unique by its digest."""
     fields = asdict(replace(cell, repeats=[]))
     if cell.num_draft_nodes is None:
         del fields["num_draft_nodes"]
+    if not cell.is_auto:
+        del fields["is_auto"]
     content = json.dumps(fields, sort_keys=True)
     digest = hashlib.sha256(content.encode()).hexdigest()[:8]
     words = (
-        method_name(cell.method, cell.num_draft_nodes),
+        method_name(cell.method, cell.num_draft_nodes, is_auto=cell.is_auto),
         cell.num_speculative_tokens,
         cell.load,
         Path(cell.workload).name,
@@ -276,7 +267,7 @@ def _agreement(files: Sequence[RunFile]) -> Agreement | None:
 
 def _samples(cells: Sequence[Cell], files: Sequence[RunFile]) -> list[Sample]:
     """For each method and workload the samples of the K that was fastest."""
-    speeds = {_key(c): s.otps.mean for c in cells if (s := c.summary()) is not None}
+    speeds = {_key(c): s.otps.value for c in cells if (s := c.summary()) is not None}
     best: dict[tuple[str, str, str | None], RunFile] = {}
     for file in (file for file in files if file.samples):
         name = (file.cell.workload, file.cell.method, file.cell.head)

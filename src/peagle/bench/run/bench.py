@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import Any
 
 from peagle.bench.results.document import Manifest, Results
+from peagle.bench.results.figures import counted
 from peagle.bench.results.settings import Setting
 from peagle.bench.results.store import Store
 from peagle.bench.run.grid import (
@@ -75,7 +76,7 @@ def _session(
 ) -> Session:
     if prompter is None:
         served = EndpointSession(plan)
-        if served.endpoint.model != plan.model:
+        if served.endpoint.model not in ("", plan.model):  # "": it is not said
             note(f"warning: {plan.backend} serves {served.endpoint.model}, not {plan.model}")
         return served
     own = device if plan.backend == EMBEDDED else None
@@ -117,9 +118,11 @@ def _tell_of_repeats(workloads: Sequence[Workload], plan: BenchPlan, note: Note)
     streams = max(plan.concurrencies, default=0)
     for workload in workloads:
         if len(workload.tasks) < streams * workload.num_tasks_of(plan.answers_per_stream):
+            prompts = counted(len(workload.tasks), "prompt")
+            answers = counted(plan.answers_per_stream, "answer")
             note(
-                f"{workload.name} has {len(workload.tasks)} prompts: they are asked again, so that "
-                f"{streams} streams give {plan.answers_per_stream} answers each"
+                f"{workload.name} has {prompts}, asked again until each of "
+                f"{counted(streams, 'stream')} has given {answers}"
             )
 
 

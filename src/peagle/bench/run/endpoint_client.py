@@ -7,9 +7,9 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from peagle.bench.run.client import Call, ClientAnswer, Update
 from peagle.bench.workloads.prompter import messages, random_tokens, raw_text
@@ -43,12 +43,26 @@ def find_model(endpoint: Endpoint, wanted: str) -> Endpoint:
     return replace(endpoint, model=name, shows_token_ids=owners[name] in KNOWS_TOKEN_IDS)
 
 
+class EventSource(Protocol):
+    """Where answers come from as documents of a stream: see HttpClient."""
+
+    def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]: ...
+
+
 class EndpointClient:
+    """`source` None: the endpoint itself, by HTTP."""
+
     def __init__(
-        self, endpoint: Endpoint, *, raw: bool = False, seed: int = 0, tokenizer: Any = None
+        self,
+        endpoint: Endpoint,
+        *,
+        source: EventSource | None = None,
+        raw: bool = False,
+        seed: int = 0,
+        tokenizer: Any = None,
     ) -> None:
         self.endpoint, self.raw, self.seed, self.tokenizer = endpoint, raw, seed, tokenizer
-        self._http = HttpClient(endpoint)
+        self._source = source or HttpClient(endpoint)
         self._news: queue.SimpleQueue[Update | BackendError] = queue.SimpleQueue()
         self._cancelled = threading.Event()
 
@@ -105,7 +119,7 @@ class EndpointClient:
         path, prompt = call.prompt
         growing = GrowingAnswer()
         body = prompt | self._options(call)
-        with contextlib.closing(self._http.events(path, body)) as documents:
+        with contextlib.closing(self._source.events(path, body)) as documents:
             for document in documents:
                 if growing.take(document):
                     self._news.put(Update(call, time.perf_counter(), growing.num_tokens))
@@ -119,12 +133,13 @@ class EndpointClient:
     def _options(self, call: Call) -> dict[str, Any]:
         params = call.params
         options: dict[str, Any] = {
-            "model": self.endpoint.model,
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if self.endpoint.model:
+            options["model"] = self.endpoint.model
         if params.seed is not None:
             options["seed"] = params.seed % 2**31
         if self.endpoint.shows_token_ids:

@@ -10,12 +10,13 @@ from typing import NamedTuple
 from peagle.bench.results.document import Cell, MeasuredHead
 from peagle.bench.results.settings import NONE, Setting
 from peagle.bench.run.driver import Load
-from peagle.bench.run.plan import NGRAM, P_EAGLE, BenchPlan
+from peagle.bench.run.plan import AUTO, FIXED, NGRAM, P_EAGLE, BenchPlan
 from peagle.checkpoints.heads.config import read_head_config
 from peagle.checkpoints.heads.layouts import CONFIG
 from peagle.checkpoints.heads.references import resolve_head
 from peagle.checkpoints.references import load_config, resolve_model
 from peagle.config import (
+    AUTO_LIMITS,
     DEFAULT_SPECULATIVE_TOKENS,
     MAX_DRAFT_NODES,
     MAX_SPECULATIVE_TOKENS,
@@ -47,6 +48,7 @@ class GridCell(NamedTuple):
             concurrency=self.load.concurrency,
             request_rate=self.load.request_rate,
             num_draft_nodes=self.setting.num_draft_nodes,
+            is_auto=self.setting.is_auto,
         )
 
 
@@ -72,6 +74,10 @@ def grid_settings(plan: BenchPlan, heads: Sequence[HeadLimits]) -> tuple[list[Se
                 f"{head.reference} is a head for {head.method}, not {' or '.join(sorted(wanted))}",
                 hint=f"drop it, or add {head.method} to --spec-method",
             )
+        if AUTO in plan.speculation:
+            found.append(_auto_setting(head))
+        if FIXED not in (plan.speculation or [FIXED]):
+            continue
         chains = _settings_of(head, plan.spec_tokens or [head.advised], notes)
         found += chains
         if head.method == P_EAGLE:
@@ -98,6 +104,14 @@ def _settings_of(head: HeadLimits, depths: Sequence[int], notes: list[str]) -> l
     if len(within) < len(depths):
         notes.append(f"{most}; deeper K is left out")
     return [Setting(head.method, k, head.reference) for k in within]
+
+
+def _auto_setting(head: HeadLimits) -> Setting:
+    """As a user has it who gives neither K nor N."""
+    depth = head.advised
+    if head.method == P_EAGLE:
+        depth = min(head.deepest, *(depth for depth, _ in AUTO_LIMITS.values()))
+    return Setting(head.method, depth, head.reference, is_auto=True)
 
 
 def _trees_of(chains: Sequence[Setting], nodes: Sequence[int], notes: list[str]) -> list[Setting]:

@@ -47,6 +47,7 @@ def measure(
         acceptance_without_looping=_length(merged(steady)),
         peak_memory_bytes=meters.peak_memory_bytes if meters else None,
         gpu_utilization=meters.gpu_utilization if meters else None,
+        other_cpu_share=meters.other_cpu_share if meters else None,
         categories=_categories(answered),
         partial=_is_partial(outcome),
         errors=_errors(outcome),

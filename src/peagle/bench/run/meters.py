@@ -1,8 +1,9 @@
-"""Memory and GPU use during a run, where the platform tells."""
+"""Memory, GPU use and what else the machine does during a run, where the platform tells."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import threading
 import time
@@ -12,6 +13,8 @@ from statistics import fmean
 
 EVERY_MS = 200
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+STAT = Path("/proc/stat")
+FEWEST_TICKS = 20  # of a CPU; the kernel counts hundredths of a second, and others' in whole ones
 
 
 class GpuWatch:
@@ -39,6 +42,45 @@ class GpuWatch:
             self._lines.append((time.perf_counter(), line))
 
 
+class CpuMeter:
+    """The share of this process's CPUs that others took while the block ran: other processes, or
+    the hypervisor for other machines (steal). None where the system does not tell, and for blocks
+    too short to tell. A drafter's speed-up measured beside them is worth little."""
+
+    def __init__(self) -> None:
+        self.others: float | None = None
+
+    def __enter__(self) -> CpuMeter:
+        self._begun = _cpu_ticks()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ended = _cpu_ticks()
+        if self._begun is None or ended is None:
+            return
+        total, used, own = (b - a for a, b in zip(self._begun, ended, strict=True))
+        if total >= FEWEST_TICKS:
+            self.others = min(1.0, max(0.0, used - own) / total)
+
+
+def _cpu_ticks() -> tuple[float, float, float] | None:
+    """Of the CPUs that we may use: all ticks so far, those that were used, those that we used."""
+    try:
+        lines = STAT.read_text(encoding="ascii").splitlines()
+        names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        rows = [[int(n) for n in fields[1:9]] for fields in map(str.split, lines)
+                if fields and fields[0] in names]  # fmt: skip
+    except (OSError, ValueError, AttributeError):  # no Linux
+        return None
+    if not rows:
+        return None
+    total = sum(map(sum, rows))
+    idle = sum(row[3] + row[4] for row in rows)  # waiting for a disk is not used either
+    times = os.times()
+    own = times.user + times.system + times.children_user + times.children_system
+    return total, total - idle, own * os.sysconf("SC_CLK_TCK")
+
+
 class Meters:
     """Measures while the block runs. `device`: where the engine of this process computes; None
     for an engine elsewhere, whose memory is not ours to see. Memory is the whole process's, so
@@ -48,9 +90,12 @@ class Meters:
         self.device, self.watch = device, watch
         self.peak_memory_bytes: int | None = None
         self.gpu_utilization: float | None = None
+        self.other_cpu_share: float | None = None
+        self._cpu = CpuMeter()
 
     def __enter__(self) -> Meters:
         self._begun = time.perf_counter()
+        self._cpu.__enter__()
         if self.device is not None and self.device.startswith("cuda"):
             import torch
 
@@ -61,6 +106,9 @@ class Meters:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._cpu.__exit__()
+        if self.device is not None:  # an engine elsewhere would count as somebody else
+            self.other_cpu_share = self._cpu.others
         if self.watch is not None:
             self.gpu_utilization = self.watch.mean(self._begun, time.perf_counter())
         if self.device is not None and self.device.startswith("cuda"):

@@ -13,11 +13,13 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from peagle.bench.results.settings import NONE
 from peagle.bench.workloads.sources import OFFLINE, split_references
-from peagle.config import EngineConfig, Method, from_mapping
+from peagle.config import EngineConfig, Method, SpeculationMode, from_mapping
 from peagle.errors import ConfigError
 
 EMBEDDED, VLLM = "embedded", "vllm"
+SAGEMAKER = "sagemaker:"  # before an endpoint's name
 NGRAM, P_EAGLE = "ngram", "p-eagle"
+AUTO, FIXED = get_args(SpeculationMode)
 NEEDED = {"model": "MODEL", "out": "--out DIR"}  # key -> how to give it
 # Keys that go to the engine under the same names, and those that vLLM alone knows.
 ENGINE_KEYS = (
@@ -39,6 +41,7 @@ class BenchPlan:
     spec_method: list[str] = field(default_factory=list)
     spec_tokens: list[int] = field(default_factory=list)  # empty: what each head advises
     spec_nodes: list[int] = field(default_factory=list)  # trees of so many nodes, beside chains
+    speculation: list[str] = field(default_factory=list)  # auto, fixed (at each K and N) or both
     concurrency: list[int] = field(default_factory=list)  # empty: 1, unless there are rates
     request_rate: list[float] = field(default_factory=list)  # requests per second
     workload: list[str] = field(default_factory=lambda: [OFFLINE])
@@ -77,7 +80,8 @@ class BenchPlan:
         for name in ("concurrency", "request_rate", "spec_tokens", "spec_nodes"):
             for value in getattr(self, name):
                 _require(0 < value < math.inf, name, value, "more than 0")
-        for name in ("repeats", "max_tokens", "answers_per_stream", "min_answers", "max_engines"):
+        counts = ("repeats", "max_tokens", "answers_per_stream", "min_answers", "max_engines")
+        for name in (*counts, "num_prompts"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "1 or more")
         _require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 or more")
@@ -90,6 +94,19 @@ class BenchPlan:
             raise ConfigError(
                 "--spec-tokens was given, but no drafter",
                 hint="add --spec-model HEAD or --spec-method ngram",
+            )
+        for mode in self.speculation:
+            if mode not in (AUTO, FIXED):
+                raise ConfigError(
+                    f"--speculation {mode} is unknown", hint=f"use {AUTO}, {FIXED} or both"
+                )
+        if AUTO in self.speculation and self.backend != EMBEDDED:
+            raise ConfigError(
+                "--speculation auto: only the embedded engine chooses", hint="drop it"
+            )
+        if AUTO in self.speculation and not self.spec_model:
+            raise ConfigError(
+                "--speculation auto was given, but no head", hint="add --spec-model HEAD"
             )
         if self.spec_nodes and self.backend != EMBEDDED:
             raise ConfigError("--spec-nodes: only the embedded engine drafts trees", hint="drop it")
@@ -114,10 +131,10 @@ class BenchPlan:
         for name in (*ENGINE_KEYS, *VLLM_KEYS):
             if name not in used and getattr(self, name) not in (None, "auto"):
                 raise ConfigError(f"{name} has no effect on backend {self.backend}", hint="drop it")
-        if self.is_endpoint and not self.backend.startswith(("http://", "https://")):
+        if self.is_endpoint and not self.backend.startswith(("http://", "https://", SAGEMAKER)):
             raise ConfigError(
                 f"backend {self.backend!r} is unknown",
-                hint="use embedded, vllm or http://HOST:PORT",
+                hint="use embedded, vllm, http://HOST:PORT or sagemaker:ENDPOINT",
             )
         several = len(self.spec_method) > 1 or len(self.spec_tokens) > 1
         if self.is_endpoint and (self.spec_model or several):

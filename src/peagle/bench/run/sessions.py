@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from peagle.backends.contract import Backend
 from peagle.backends.vllm.options import VllmOptions
@@ -20,7 +20,16 @@ from peagle.bench.run.backend_client import BackendClient
 from peagle.bench.run.client import Client
 from peagle.bench.run.endpoint_client import EndpointClient, find_model
 from peagle.bench.run.lossless import GapsOf, KnownGaps
-from peagle.bench.run.plan import EMBEDDED, ENGINE_KEYS, OUR_KEYS, VLLM, VLLM_KEYS, BenchPlan
+from peagle.bench.run.plan import (
+    AUTO,
+    EMBEDDED,
+    ENGINE_KEYS,
+    OUR_KEYS,
+    SAGEMAKER,
+    VLLM,
+    VLLM_KEYS,
+    BenchPlan,
+)
 from peagle.bench.run.server_metrics import read_metrics
 from peagle.bench.workloads.prompter import Prompter
 from peagle.checkpoints.references import load_tokenizer, resolve_model
@@ -28,6 +37,9 @@ from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.errors import PeagleError
 from peagle.http import Endpoint
 from peagle.speculation.statistics import SpecDecodeStats
+
+if TYPE_CHECKING:
+    from peagle.deploy.invoke import EndpointRuntime
 
 API_KEY = "OPENAI_API_KEY"  # the variable that OpenAI's own client reads
 # model, sizes, drafter, and vLLM's own options where the backend is vLLM
@@ -45,7 +57,7 @@ class Session(Protocol):
         ...
 
     def depth(self, setting: Setting) -> int | None:
-        """What each request asks for; None where the engine's K is fixed."""
+        """What each request asks for; None where that is the engine's to say."""
         ...
 
     def counters(self) -> SpecDecodeStats | None:
@@ -82,7 +94,9 @@ class EngineSession:
         return self.engines.number(setting)
 
     def depth(self, setting: Setting) -> int | None:
-        return setting.num_speculative_tokens if self.plan.backend == EMBEDDED else None
+        if self.plan.backend != EMBEDDED or setting.is_auto:
+            return None
+        return setting.num_speculative_tokens
 
     def counters(self) -> SpecDecodeStats | None:
         return None
@@ -102,15 +116,26 @@ class EngineSession:
 
 class EndpointSession:
     def __init__(self, plan: BenchPlan) -> None:
-        endpoint = Endpoint(plan.backend, api_key=os.environ.get(API_KEY))
-        self.endpoint = find_model(endpoint, plan.model)
+        self.runtime: EndpointRuntime | None = None  # SageMaker's; None: plain HTTP
+        if plan.backend.startswith(SAGEMAKER):
+            from peagle.deploy.invoke import find_runtime
+
+            self.runtime = find_runtime(plan.backend.removeprefix(SAGEMAKER))
+            self.endpoint = self.runtime.endpoint
+        else:
+            endpoint = Endpoint(plan.backend, api_key=os.environ.get(API_KEY))
+            self.endpoint = find_model(endpoint, plan.model)
         self.plan = plan
         self.device: str | None = None
         self.tokenizer = _tokenizer(plan.model)
 
     def client(self, setting: Setting) -> Client:
         return EndpointClient(
-            self.endpoint, raw=self.plan.raw, seed=self.plan.seed, tokenizer=self.tokenizer
+            self.endpoint,
+            source=self.runtime,
+            raw=self.plan.raw,
+            seed=self.plan.seed,
+            tokenizer=self.tokenizer,
         )
 
     def engine_number(self, setting: Setting) -> int:
@@ -120,7 +145,8 @@ class EndpointSession:
         return None
 
     def counters(self) -> SpecDecodeStats | None:
-        return read_metrics(self.endpoint)
+        """None from SageMaker, which lets nobody through to the page."""
+        return read_metrics(self.endpoint) if self.runtime is None else None
 
     def gaps_of(self, setting: Setting) -> GapsOf | None:
         return None
@@ -146,7 +172,7 @@ class Engines:
 
     def __init__(self, plan: BenchPlan, settings: Sequence[Setting], build: Build) -> None:
         self.plan, self.build = plan, build
-        self.deepest: dict[tuple[str, int | None], int] = {}
+        self.deepest: dict[tuple[str, int | None, bool], int] = {}
         for setting in settings:
             key = _drafter_key(setting)
             depth = setting.num_speculative_tokens
@@ -222,8 +248,8 @@ def vllm_options(plan: BenchPlan) -> VllmOptions | None:
     return VllmOptions(**given | {"enable_prefix_caching": bool(plan.enable_prefix_caching)})
 
 
-def _drafter_key(setting: Setting) -> tuple[str, int | None]:
-    return setting.head or setting.method, setting.num_draft_nodes
+def _drafter_key(setting: Setting) -> tuple[str, int | None, bool]:
+    return setting.head or setting.method, setting.num_draft_nodes, setting.is_auto
 
 
 def _drafter(key: Setting) -> SpeculativeConfig | None:
@@ -233,7 +259,8 @@ def _drafter(key: Setting) -> SpeculativeConfig | None:
         {
             "method": None if key.head else key.method,
             "model": key.head,
-            "num_speculative_tokens": key.num_speculative_tokens,
+            "num_speculative_tokens": None if key.is_auto else key.num_speculative_tokens,
             "num_draft_nodes": key.num_draft_nodes,
+            "speculation": AUTO if key.is_auto else None,
         }
     )

@@ -9,6 +9,7 @@ of a peak is counted on.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -124,6 +125,9 @@ class Assumptions:
         for name in ("bandwidth_share", "cache_share", "flops_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is not a share", hint="use 0 to 1")
+        for name in ("kernel_overhead", "step_overhead"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name)} is out of range", hint="use >= 0")
         for name in ("kernel_overhead", "step_overhead"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} is negative", hint="use >= 0")

@@ -21,15 +21,15 @@ NUM_AUX_HIDDEN_STATES = 3  # hard-coded in older versions of vLLM
 IN_THE_TABLE = "mask_embedding"  # vLLM's layouts keep it as a row of embed_tokens
 
 
-def check_head(head: Path, target: Path) -> None:
+def check_head(head: Path, target: Path | None) -> None:
     """Raises HeadError for a head in one of vLLM's layouts that vLLM would run wrongly.
 
-    Names alone: vLLM looks at shapes itself.
+    Names alone: vLLM looks at shapes itself. `target` None: it does not lie on this machine.
     """
     config = read_head_config(head)
     layout = layout_of(read_json(head / CONFIG), str(head / CONFIG))
     assert layout != "native", "a native head is exported first"
-    check_vllm_runs(config, load_config(target).get_text_config(), layout)
+    check_vllm_runs(config, load_config(target).get_text_config() if target else None, layout)
     stored = {name.replace("midlayer.", "layers.0.") for name in tensor_names(head)}
     wanted = set(split_weights(_meta_network(config))) - {IN_THE_TABLE}
     missing = sorted(wanted - stored)
@@ -37,9 +37,10 @@ def check_head(head: Path, target: Path) -> None:
         raise HeadError(f"{head} lacks {', '.join(missing)}", hint="copy or download it again")
 
 
-def check_vllm_runs(config: HeadConfig, target: Any, layout: ForeignLayout) -> None:
+def check_vllm_runs(config: HeadConfig, target: Any | None, layout: ForeignLayout) -> None:
     """Raises HeadError for a head that vLLM would refuse, or worse, run wrongly."""
-    config.check_fits(target)
+    if target is not None:
+        config.check_fits(target)
     layers = config.aux_hidden_state_layer_ids
     if len(layers) != NUM_AUX_HIDDEN_STATES:
         raise HeadError(

@@ -15,17 +15,23 @@ from peagle.checkpoints.heads.speculators_layout import unwrap
 from peagle.checkpoints.heads.vllm_layout import MASK_KEYS, read_options
 from peagle.errors import HeadError, ModelError, PeagleError
 
+TABLES = ["embed_tokens.weight", "lm_head.weight"]
+
 if TYPE_CHECKING:
     from peagle.models.head_config import HeadConfig
 
 
-def read_head_config(folder: Path) -> HeadConfig:
-    """The config of a head's folder, whichever layout it has."""
+def read_head_config(folder: Path, *, with_weights: bool = True) -> HeadConfig:
+    """The config of a head's folder, whichever layout it has.
+
+    A foreign layout shows in its tensors which tables a head has: without weights it is taken to
+    have both, as those that others released.
+    """
     where = str(folder / CONFIG)
     with as_head_errors():
         options = read_json(folder / CONFIG)
         layout = layout_of(options, where)
-        names = [] if layout == "native" else tensor_names(folder)
+        names = tensor_names(folder) if with_weights and layout != "native" else TABLES
     if layout == "native":
         version = options.pop(FORMAT)
         if version != FORMAT_VERSION:
@@ -37,7 +43,8 @@ def read_head_config(folder: Path) -> HeadConfig:
     if layout == "speculators":
         options = unwrap(options, where)
     fields = read_options(options, names, where)
-    _check_method(fields["method"], names, where)
+    if with_weights:
+        _check_method(fields["method"], names, where)
     return _checked(fields, where)
 
 

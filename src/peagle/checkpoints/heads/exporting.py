@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
-import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from peagle.checkpoints.heads.vllm_layout import write_options
 from peagle.checkpoints.references import load_config, load_tokenizer, resolve_model
 from peagle.checkpoints.targets import eos_token_ids, read_tables
 from peagle.errors import HeadError, PeagleError
-from peagle.files import atomic_folder
+from peagle.files import atomic_folder, writing
 from peagle.models.head_config import HeadConfig
 
 
@@ -46,11 +46,11 @@ def export_head(
     """Writes the head `reference` for the model `target` into the folder `out`, whole or not.
 
     `mask_token_id` None: the id that the head names, else an id that text never has. `force`
-    replaces a head that lies in `out`.
+    replaces a head that lies in `out`. A correction stays behind: neither layout has one.
     """
     _refuse_full_folder(out, force)
     folder, target_folder = resolve_head(reference), resolve_model(target)
-    config = read_head_config(folder)
+    config = dataclasses.replace(read_head_config(folder), correction_size=None)
     sizes = load_config(target_folder).get_text_config()
     check_vllm_runs(config, sizes, layout)
     tables = read_tables(target_folder, (config.vocab_size, config.target_hidden_size))
@@ -66,7 +66,8 @@ def export_head(
         verifier = _verifier(target, target_folder, sizes)
         options = wrap(options, config.method, config.num_speculative_tokens, verifier)
         written |= speculators_tensors(config, written, ids)
-    _write(out, options, written)
+    with writing(out):
+        _write(out, options, written)
 
 
 def _refuse_full_folder(out: Path, force: bool) -> None:
@@ -132,7 +133,6 @@ def _write(out: Path, options: dict[str, Any], tensors: dict[str, Tensor]) -> No
         save_file(contiguous, temporary / WEIGHTS, metadata={"format": "pt"})
         text = json.dumps(options, indent=2) + "\n"
         (temporary / CONFIG).write_text(text, encoding="utf-8")
-        shutil.copymode(temporary / CONFIG, temporary / WEIGHTS)  # others may read it too
 
 
 def choose_mask_token(folder: Path, vocab_size: int, drafted: Collection[int]) -> int:

@@ -3,14 +3,14 @@
 Ours is config.json and model.safetensors. Tensors have the names of vLLM's raw layout (`fc.weight`,
 `layers.0.self_attn.q_proj.weight`, ...) plus `mask_embedding`. A compact head holds neither
 `embed_tokens` nor `lm_head`: the target's serve. A reduced vocabulary is `d2t`: target id =
-draft id + d2t[draft id]. `heads/layouts.py` names the other layouts.
+draft id + d2t[draft id]. A correction is in correction.safetensors, so that the head beside it
+stays what it was. `heads/layouts.py` names the other layouts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +22,14 @@ from peagle.checkpoints.files import WEIGHTS
 from peagle.checkpoints.heads.config import as_head_errors, read_head_config
 from peagle.checkpoints.heads.layouts import CONFIG, FORMAT, FORMAT_VERSION
 from peagle.checkpoints.heads.references import resolve_head
-from peagle.checkpoints.heads.tensors import read_head_tensors, target_ids
+from peagle.checkpoints.heads.tensors import (
+    CORRECTED_HEAD,
+    CORRECTION,
+    CORRECTION_PREFIX,
+    fingerprint,
+    read_head_tensors,
+    target_ids,
+)
 from peagle.checkpoints.targets import tables_of
 from peagle.checkpoints.weights import load_weights, split_weights
 from peagle.errors import HeadError
@@ -57,10 +64,14 @@ def load_head(
 def save_head(network: EagleNetwork, folder: Path, *, dtype: torch.dtype | None = None) -> None:
     """Writes a head atomically; `dtype` casts the weights (bfloat16 halves the file)."""
     with atomic_folder(folder) as temporary:
-        save_file(dict(_tensors(network, dtype)), temporary / WEIGHTS)
+        tensors = dict(_tensors(network, dtype))
+        corrections = {n: tensors.pop(n) for n in list(tensors) if n.startswith(CORRECTION_PREFIX)}
+        save_file(tensors, temporary / WEIGHTS)
+        if corrections:
+            metadata = {CORRECTED_HEAD: fingerprint(tensors)}
+            save_file(corrections, temporary / CORRECTION, metadata=metadata)
         config = {FORMAT: FORMAT_VERSION, **dataclasses.asdict(network.config)}
         (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        shutil.copymode(temporary / CONFIG, temporary / WEIGHTS)  # others may read it too
 
 
 def _tensors(network: EagleNetwork, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from peagle.checkpoints.files import read_json
 from peagle.checkpoints.heads.config import as_head_errors
 from peagle.checkpoints.heads.layouts import CONFIG
-from peagle.checkpoints.references import is_hub_id, resolve_model
+from peagle.checkpoints.references import is_hub_id, resolve_config, resolve_model
 from peagle.errors import HeadError
 
 
@@ -47,6 +47,15 @@ def resolve_head(reference: str) -> Path:
             hint=f"give a folder with {CONFIG}, a Hugging Face id, or a shipped head ({names})",
         )
     return folder
+
+
+def resolve_head_config(reference: str) -> Path:
+    """As `resolve_head`, for config.json alone: weights are neither needed nor fetched."""
+    shipped = {head.name: head.path for head in list_heads()}
+    if reference in shipped:
+        return shipped[reference]
+    with as_head_errors():
+        return resolve_config(reference)
 
 
 def _info(folder: Path) -> HeadInfo:

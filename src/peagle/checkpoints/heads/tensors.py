@@ -8,13 +8,15 @@ the copies with the target's and drops them.
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from peagle.checkpoints.files import iter_tensors, read_json
+from peagle.checkpoints.files import iter_tensors, read_json, read_tensors
 from peagle.checkpoints.heads.layouts import CONFIG, layout_of
 from peagle.checkpoints.targets import EMBED, OUTPUT, TargetTables
 from peagle.errors import HeadError
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
     from peagle.models.head_config import HeadConfig
 
+CORRECTION = "correction.safetensors"
+CORRECTION_PREFIX = "correction."  # of its tensors' names
+CORRECTED_HEAD = "head"  # in its metadata: the fingerprint of the head that it was trained on
 ROWS_AT_ONCE = 8192  # of a table that is compared: bounds the memory
 _UNUSED = re.compile(r"layers\.[1-9]\d*\.hidden_norm\.weight")  # vLLM has them and never uses them
 
@@ -32,7 +37,7 @@ def read_head_tensors(folder: Path, config: HeadConfig, tables: TargetTables) ->
     """Tensors under our names, as stored; `d2t` among them."""
     stored = dict(iter_tensors(folder))
     if layout_of(read_json(folder / CONFIG), str(folder / CONFIG)) == "native":
-        return stored
+        return stored if config.correction_size is None else _with_correction(stored, folder)
     tensors = {
         name.replace("midlayer.", "layers.0."): tensor
         for name, tensor in stored.items()
@@ -49,6 +54,23 @@ def read_head_tensors(folder: Path, config: HeadConfig, tables: TargetTables) ->
     if not config.has_lm_head and OUTPUT in tensors:
         _drop_copy(tensors, OUTPUT, tables.lm_head[ids.to(tables.lm_head.device)], None, folder)
     return tensors
+
+
+def _with_correction(tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    path = folder / CORRECTION
+    metadata, corrections = read_tensors(path)
+    if metadata.get(CORRECTED_HEAD) != fingerprint(tensors):
+        raise HeadError(
+            f"{path} was trained on another head than the one beside it",
+            hint="train the correction again, or set correction_size to null in config.json",
+        )
+    return tensors | corrections
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """Tells heads apart, whichever precision they are stored in."""
+    weight = tensors["fc.weight"].to(torch.bfloat16).contiguous()
+    return hashlib.sha256(weight.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def target_ids(config: HeadConfig, d2t: Tensor | None, folder: Path) -> Tensor:

@@ -8,6 +8,7 @@ answers   the same for verbs that let a target answer prompts for its own traini
 drafter   which drafter runs
 engine    sizes and limits of the engine
 vllm      which engine answers, and what only vLLM is told
+deploy    where and how a model is deployed
 bench     the keys of BenchPlan
 simulate  where step times come from
 """
@@ -17,15 +18,24 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from peagle.config import Doc
+from peagle.backends.vllm.options import VllmOptions
+from peagle.config import LARGEST_INT, Doc, EngineConfig
 from peagle.errors import ConfigError
+from peagle.sampling_params import SamplingParams
+
+OTHER_NAMES = {"num_speculative_tokens": "--spec-tokens", "num_draft_nodes": "--spec-nodes"}
+_FIELDS = [f.name for config in (EngineConfig, SamplingParams, VllmOptions) for f in fields(config)]
+# A key, but not the end of a longer name such as data.max_tokens.
+_KEY = re.compile(rf"(?<![\w.-])({'|'.join({*_FIELDS, *OTHER_NAMES})})\b(=?)(?!\.\w)")
 
 Model = Annotated[
     str,
@@ -59,6 +69,7 @@ def expand_flags(command: Callable[..., None]) -> Callable[..., None]:
     flags = {name: _parameters(group) for name, group in groups.items()}
 
     def expanded(**values: Any) -> None:
+        check_numbers(values)
         for name, group in groups.items():
             values[name] = group(**{flag.name: values.pop(flag.name) for flag in flags[name]})
         command(**values)
@@ -100,6 +111,30 @@ def field_flag(
 def doc_of(config: type, name: str) -> Doc | None:
     """What the annotation of a config's field says about it."""
     return next((one for one in _hint(config, name)[1] if isinstance(one, Doc)), None)
+
+
+def check_numbers(values: Mapping[str, Any]) -> None:
+    """Ranges stand at the flags; what no flag can mean is refused here."""
+    for name, value in values.items():
+        too_large = isinstance(value, int) and abs(value) >= LARGEST_INT
+        if too_large or (isinstance(value, float) and not math.isfinite(value)):
+            raise ConfigError(f"{_flag_name(name)} {value} is out of range", hint="use a number")
+
+
+def in_flags(text: str) -> str:
+    """What a config says of its keys in the words of a command line: `max_tokens=0` is
+    `--max-tokens 0`. A key of one word may be a word like any other, so it needs its `=`."""
+
+    def flag(found: re.Match[str]) -> str:
+        key, equals = found.groups()
+        is_key = equals or "_" in key
+        return f"{_flag_name(key)}{' ' if equals else ''}" if is_key else found[0]
+
+    return _KEY.sub(flag, text)
+
+
+def _flag_name(key: str) -> str:
+    return OTHER_NAMES.get(key, f"--{key.replace('_', '-')}")
 
 
 def parse_json_object(flag: str, text: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peagle.cli.flags import System, doc_of
+from peagle.cli.flags import System, doc_of, parse_json_object
 from peagle.cli.flags.sampling import TEMPERATURE
 from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
@@ -15,8 +15,12 @@ from peagle.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from peagle.prepare.dataset_spec import DatasetSpec
 
-Limit = Annotated[int | None, typer.Option(help="Only the first N prompts.", metavar="N")]
+Limit = Annotated[int | None, typer.Option(help="Only the first N prompts.", metavar="N", min=1)]
 Split = Annotated[str, typer.Option(help="Split of a Hugging Face dataset.")]
+
+
+def template_kwargs(text: str | None) -> dict[str, Any]:
+    return {} if text is None else parse_json_object("--chat-template-kwargs", text)
 
 
 def _help(name: str) -> str:
@@ -39,6 +43,9 @@ class AnswerFlags:
     seed: Annotated[int, _answers("Same seed, same answers.")] = 0
     system: System = None
     raw: Annotated[bool, _answers("Do not apply the chat template.", "--raw")] = False
+    chat_template_kwargs: Annotated[
+        str | None, _answers("Variables of the chat template, as served: a reasoning mode.")
+    ] = None
 
     def spec(
         self, target: str, max_tokens: int, *, cut_loops: int | None = None, answers_from: str = ""
@@ -47,6 +54,8 @@ class AnswerFlags:
 
         if self.raw and self.system is not None:
             raise ConfigError("--system needs the chat template, --raw turns it off")
+        if self.raw and self.chat_template_kwargs is not None:
+            raise ConfigError("--chat-template-kwargs needs the chat template, --raw turns it off")
         return DatasetSpec(
             target=target,
             params=self.params(max_tokens),
@@ -55,6 +64,7 @@ class AnswerFlags:
             raw=self.raw,
             cut_loops=cut_loops,
             answers_from=answers_from or EMBEDDED,
+            chat_template_kwargs=template_kwargs(self.chat_template_kwargs),
         )
 
     def params(self, max_tokens: int) -> SamplingParams:

@@ -48,6 +48,10 @@ class BenchFlags:
     spec_nodes: Annotated[
         str | None, _grid("Trees of so many draft tokens, beside chains.", "N,...")
     ] = None
+    speculation: Annotated[
+        str | None,
+        _grid("auto: as a head runs by default; fixed: at each K and N (default).", "NAME,..."),
+    ] = None
     concurrency: Annotated[str | None, _grid("Streams at once; default: 1.", "C,...")] = None
     request_rate: Annotated[
         str | None, _grid("Requests per second, arriving at random.", "R,...")
@@ -92,7 +96,7 @@ class BenchFlags:
     backend: Annotated[
         str | None,
         typer.Option(
-            help="embedded (default), vllm, or the address of a server.",
+            help="embedded (default), vllm, the address of a server, or sagemaker:ENDPOINT.",
             metavar="NAME|URL",
             rich_help_panel="Engine",
         ),

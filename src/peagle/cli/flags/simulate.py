@@ -24,8 +24,10 @@ class CostFlags:
     ] = None
     gpu: Annotated[str | None, typer.Option(help="h200, h100, a100, l4, b200 ...")] = None
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPE_BYTES))] = "bfloat16"
-    draft_layers: Annotated[int | None, typer.Option(help="Default: 4 p-eagle, 1 eagle3.")] = None
-    draft_vocab: Annotated[int | None, typer.Option(help="Default: the target's.")] = None
+    draft_layers: Annotated[
+        int | None, typer.Option(help="Default: 4 p-eagle, 1 eagle3.", min=1)
+    ] = None
+    draft_vocab: Annotated[int | None, typer.Option(help="Default: the target's.", min=1)] = None
     costs: Annotated[
         Path | None, typer.Option(help="Instead: measured step times, or a folder of bench.")
     ] = None

@@ -12,6 +12,7 @@ sampling     a token per row of logits, and the distributions that tokens are dr
 thresholds   which tokens top-k, top-p and min-p keep, without a sort
 noise        Gumbel noise and uniforms as hashes
 rejection    rejection sampling
+correction   what stands between the products of a correction
 trees        trees of drafts: candidates, the best nodes, which path the target keeps
 gather       rows brought to where a step reads them
 batch        the bookkeeping of a step

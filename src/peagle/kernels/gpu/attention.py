@@ -26,6 +26,7 @@ from torch import Tensor
 
 from peagle.kernels.gpu.overlap import fetch_rows, overlapping, wait
 from peagle.kernels.policy import FAST, Policy
+from peagle.kernels.reference.attention import PLAIN, Scores
 from peagle.kernels.rows import PagedRows
 
 # The highest score of a row that has seen no key. Finite: the difference of two is not NaN.
@@ -56,6 +57,8 @@ def tile(num_rows: int, group: int, dim: int, programs: int) -> AttentionTile:
     """For items of `num_rows` rows and `group` heads per key-value head; `programs` is the number
     of items times that of key-value heads. The tile of keys does not depend on the context, nor,
     with few programs, on the rows: one request has the same one with drafts and without."""
+    if dim > 256:  # a wide result leaves registers for few rows
+        return AttentionTile(MIN_SIDE, 32, padded(dim), num_warps=4, num_stages=2)
     block_m = min(padded(num_rows * group), MAX_TILE_ROWS)
     small = programs <= FEW_PROGRAMS or block_m == MAX_TILE_ROWS or dim > 64
     block_n = 32 if dim > 128 else FINE_SPLIT if small else COARSE_SPLIT
@@ -104,6 +107,7 @@ def paged_attention(
     window: int | None,
     policy: Policy = FAST,
     out: Tensor | None = None,  # [N, h, D]
+    scores: Scores = PLAIN,
 ) -> Tensor:
     """-> [N, h, D], in `out` where it is given; zeros for a row that sees no key.
 
@@ -113,22 +117,26 @@ def paged_attention(
     num_rows, heads, dim = q.shape
     assert num_rows == len(rows.starts) * rows.rows_per_item
     assert heads % keys.shape[1] == 0
-    assert all(t.is_contiguous() for t in (q, keys, values))
+    assert q.is_contiguous()
+    # A layer's keys may be the beginnings of wider rows.
+    assert keys.stride() == values.stride() == (keys.stride(0), dim, 1)
     assert rows.block_tables.stride(1) == 1
     out = torch.empty_like(q) if out is None else out
     if num_rows == 0:
         return out
     if rows.num_splits == 1:
-        _run(q, keys, values, rows, window, policy, out, out)
+        _run(q, keys, values, rows, window, policy, scores, out, out)
         return out
     parts = (num_rows, heads, rows.num_splits)
     results = torch.empty(*parts, dim, dtype=torch.float32, device=q.device)
     statistics = torch.empty(*parts, 2, dtype=torch.float32, device=q.device)
-    _run(q, keys, values, rows, window, policy, results, statistics)
+    _run(q, keys, values, rows, window, policy, scores, results, statistics)
     _merge[(num_rows * heads,)](
         results,
         statistics,
         out,
+        scores.sinks,
+        HEADS=heads,
         D=dim,
         SPLITS=rows.num_splits,
         PADDED_SPLITS=triton.next_power_of_2(rows.num_splits),
@@ -147,6 +155,7 @@ def _run(
     rows: PagedRows,
     window: int | None,
     policy: Policy,
+    scores: Scores,
     results: Tensor,
     statistics: Tensor,
 ) -> None:
@@ -171,13 +180,17 @@ def _run(
         rows.ends,
         rows.ancestors,
         rows.positions if window and rows.ancestors is not None else None,
+        scores.sinks,
         rows.block_tables.stride(0),
         rows.block_tables.shape[1] * rows.block_size,
-        math.log2(math.e) / math.sqrt(dim),
+        math.log2(math.e) * (1 / math.sqrt(dim) if scores.scale is None else scores.scale),
+        math.log2(math.e) * (scores.cap or 0.0),
         Q=rows.rows_per_item,
         GROUP=group,
         KV_HEADS=kv_heads,
         D=dim,
+        SLOT=keys.stride(0),
+        HAS_CAP=scores.cap is not None,
         WINDOW=window or 0,
         BLOCK_SIZE=rows.block_size,
         SPLITS=rows.num_splits,
@@ -196,12 +209,12 @@ def _run(
 @triton.jit
 def _fetch_old(
     keys_ptr, values_ptr, table_ptr, positions, kv_head,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SLOT: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Old keys and values come from memory while the new ones are still computed."""
     block = tl.load(table_ptr + positions // BLOCK_SIZE).to(tl.int64)
     slot = block * BLOCK_SIZE + positions % BLOCK_SIZE
-    offset = (slot * KV_HEADS + kv_head)[:, None] * D
+    offset = (slot * SLOT + kv_head * D)[:, None]
     fetch_rows(keys_ptr + offset, D)
     fetch_rows(values_ptr + offset, D)
 
@@ -213,12 +226,27 @@ def _power_of_two(exponent):
     return bits.to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def _tanh(x):
+    return 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0
+
+
+@triton.jit
+def _with_sink(sink, highest, total):
+    """-> by what to multiply a row's result so far, and its sum of weights with the sink's in it,
+    both relative to the higher of the two."""
+    sink = sink.to(tl.float32) * 1.4426950408889634  # log2(e)
+    above = tl.maximum(highest, tl.ceil(sink))
+    share = _power_of_two(highest - above)
+    return share, total * share + tl.exp2(sink - above)
+
+
 # The integers have nothing to do with the sums; so that no other form is compiled for theirs.
 @triton.jit(
     do_not_specialize=["table_stride", "capacity"],
     do_not_specialize_on_alignment=[
         *("block_tables_ptr", "tables_ptr", "starts_ptr", "ends_ptr"),
-        *("ancestors_ptr", "positions_ptr"),
+        *("ancestors_ptr", "positions_ptr", "sinks_ptr"),
     ],
 )
 def _attend(
@@ -233,13 +261,17 @@ def _attend(
     ends_ptr,
     ancestors_ptr,  # [N] of trees, or None
     positions_ptr,  # [N] of trees under a window, or None
+    sinks_ptr,  # [h], or None
     table_stride,
     capacity,  # positions of a block table
     scale,  # of scores whose exponentials are powers of two
+    cap,  # of such scores
     Q: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
+    SLOT: tl.constexpr,  # values from one slot to the next
+    HAS_CAP: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     BLOCK_SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -294,7 +326,7 @@ def _attend(
         if FETCHED > 0:
             last = tl.maximum(tl.minimum(end, start) - 1, 0)
             ahead = tl.minimum(begin + tl.arange(0, FETCHED), last)
-            _fetch_old(keys_ptr, values_ptr, table_ptr, ahead, kv_head, KV_HEADS, D, BLOCK_SIZE)
+            _fetch_old(keys_ptr, values_ptr, table_ptr, ahead, kv_head, SLOT, D, BLOCK_SIZE)
         wait()
     q = tl.load(q_ptr + place[:, None] * D + column[None, :], mask=is_real, other=0.0)
 
@@ -307,11 +339,13 @@ def _attend(
         may_read = key < end
         block = tl.load(table_ptr + key // BLOCK_SIZE, mask=may_read, other=0).to(tl.int64)
         slot = block * BLOCK_SIZE + key % BLOCK_SIZE
-        offset = (slot * KV_HEADS + kv_head)[:, None] * D + column[None, :]
+        offset = (slot * SLOT + kv_head * D)[:, None] + column[None, :]
         # What was never written may be NaN, and 0 * NaN is NaN: it is not even loaded.
         is_there = may_read[:, None] & (column < D)[None, :]
         k = tl.load(keys_ptr + offset, mask=is_there, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if HAS_CAP:
+            scores = cap * _tanh(scores / cap)
         if ancestors_ptr is None:
             sees = may_read[None, :] & (key[None, :] <= position[:, None])
             if WINDOW > 0:
@@ -341,6 +375,10 @@ def _attend(
 
     # 4. The result, or what the merge needs of it.
     if SPLITS == 1:
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + head, mask=row < Q, other=0.0)
+            share, total = _with_sink(sink, highest, total)
+            result = result * share[:, None]
         result = result / tl.where(total > 0.0, total, 1.0)[:, None]
         out = results_ptr + place[:, None] * D + column[None, :]
         tl.store(out, result.to(results_ptr.dtype.element_ty), mask=is_real)
@@ -356,6 +394,8 @@ def _merge(
     results_ptr,  # [N * h, SPLITS, D] float32
     statistics_ptr,  # [N * h, SPLITS, 2] float32: highest score and sum of weights
     out_ptr,  # [N * h, D]
+    sinks_ptr,  # [h], or None
+    HEADS: tl.constexpr,
     D: tl.constexpr,
     SPLITS: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
@@ -384,6 +424,10 @@ def _merge(
             share = _power_of_two(peak - highest)
             result += partial * share
             total += weight * share
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + tl.program_id(0) % HEADS + tl.arange(0, 1))
+        share, total = _with_sink(sink, highest, total)
+        result = result * share
     result = result / tl.where(total > 0.0, total, 1.0)
     place = tl.program_id(0).to(tl.int64) * D + column
     tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=column < D)

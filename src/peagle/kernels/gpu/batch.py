@@ -166,6 +166,8 @@ def _commit(
     following = tl.minimum(following, limit - num_tokens - 1)
     following = tl.minimum(following, tl.load(capacity + slot) - num_tokens + 2)
     following = tl.maximum(tl.minimum(following, max_draft_tokens - num_tokens + 1), 0)
+    num_real = tl.where(following > 0, num_new, 0)
+    following = tl.minimum(following, max_depth)
     tl.store(last_tokens + slot, last, mask=num_new > 0)
     tl.store(computed + slot, now_computed)
     tl.store(limits + slot, limit)
@@ -174,8 +176,6 @@ def _commit(
         tl.store(next_drafts + slot, tl.where(following > 0, allowed, 0))
     else:
         tl.store(next_drafts + slot, following)
-    following = tl.minimum(following, max_depth)
-    num_real = tl.where(following > 0, num_new, 0)
     tl.store(out + b, tl.load(num_outputs + b) + num_new)
     tl.store(out + batch + b, following)
     tl.store(out + 2 * batch + b, num_real)

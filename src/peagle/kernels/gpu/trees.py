@@ -52,76 +52,38 @@ def top_tokens(
         peaks = chunks.peaks
         if filters:
             thresholds = find_thresholds(logits, metadata, chunks, THRESHOLD_BLOCK)
-    values = logits.new_empty(rows, num_chunks, count, dtype=torch.float32)
-    columns = logits.new_empty(rows, num_chunks, count, dtype=torch.int32)
-    masses = logits.new_empty(rows, num_chunks, 2, dtype=torch.float32)
+    tops = logits.new_empty(rows, num_chunks, dtype=torch.float32)
+    columns = logits.new_empty(rows, num_chunks, dtype=torch.int32)
+    masses = torch.empty_like(tops)
     sampled: tuple[Tensor | None, ...] = (None,) * 3
     if metadata is not None:
         sampled = metadata.temperature, metadata.seeds, metadata.positions
-    chunk_tops_kernel[(rows, num_chunks)](
-        logits,
-        logits.stride(0),
-        vocab_size,
-        peaks,
-        *sampled,
-        *(thresholds or (None, None)),
-        ids,
-        values,
-        columns,
-        masses,
-        COUNT=count,
-        CHUNK=chunk,
-        CHUNKS=triton.next_power_of_2(num_chunks),
-        **overlapping(),
-    )
+    row = logits, logits.stride(0), vocab_size, peaks, *sampled, *(thresholds or (None, None)), ids
+    sizes = {"CHUNK": chunk, "CHUNKS": triton.next_power_of_2(num_chunks)}
+    chunk_tops_kernel[(rows, num_chunks)](*row, tops, columns, masses, **sizes, **overlapping())
     token_ids = logits.new_empty(rows, count, dtype=torch.int64)
     log_probs = logits.new_empty(rows, count, dtype=torch.float32)
     row_tops_kernel[(rows,)](
-        values,
+        *row,
+        tops,
         columns,
         masses,
-        ids,
         token_ids,
         log_probs,
         num_chunks,
         COUNT=count,
-        CHUNKS=triton.next_power_of_2(num_chunks),
+        **sizes,
         **overlapping(),
     )
     return Candidates(token_ids, log_probs)
 
 
 @triton.jit
-def chunk_tops_kernel(
-    logits,
-    row_stride,
-    vocab_size,
-    peaks,
-    temperatures,
-    seeds,
-    positions,
-    thresholds,
-    last_columns,
-    ids,
-    values,
-    columns,
-    masses,
-    COUNT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """Grid (R, C). The best scores of each chunk and their columns, and the chunk's share of the
-    row's sum of exponentials: relative to which score, and how much.
-
-    values, columns  # [R, C, COUNT]
-    masses           # [R, C, 2]
-    peaks            # [R, C] or None: all rows are greedy, as temperatures, seeds, positions say
-    """
-    if OVERLAPS:
-        wait()
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    num_chunks = tl.num_programs(1)
+def _scores(
+    logits, row_stride, vocab_size, peaks, temperatures, seeds, positions, thresholds,
+    last_columns, ids, row, chunk, num_chunks, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Of one chunk, -inf where a token cannot be a candidate; and their columns."""
     cols = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row * row_stride + cols, mask=cols < vocab_size, other=float("-inf"))
     score = x.to(tl.float32)
@@ -132,49 +94,77 @@ def chunk_tops_kernel(
                 logits, row_stride, vocab_size, peaks, temperature, seeds, positions, thresholds,
                 last_columns, ids, row, chunk, num_chunks, CHUNK, CHUNKS,
             )  # fmt: skip
-    score = tl.where(score == score, score, float("-inf"))
+    return tl.where(score == score, score, float("-inf")), cols
+
+
+@triton.jit
+def chunk_tops_kernel(
+    logits, row_stride, vocab_size, peaks, temperatures, seeds, positions, thresholds,
+    last_columns, ids, tops, columns, masses,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (R, C). The best score of each chunk, its column, and the chunk's sum of exponentials
+    relative to it.
+
+    tops, columns, masses  # [R, C]
+    peaks                  # [R, C]; None, with temperatures, seeds, positions: all are greedy
+    """
+    if OVERLAPS:
+        wait()
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_chunks = tl.num_programs(1)
+    score, cols = _scores(
+        logits, row_stride, vocab_size, peaks, temperatures, seeds, positions, thresholds,
+        last_columns, ids, row, chunk, num_chunks, CHUNK, CHUNKS,
+    )  # fmt: skip
     at = row * num_chunks + chunk
-    highest = tl.max(score, 0)
-    base = tl.where(highest > float("-inf"), highest, 0.0)
-    tl.store(masses + at * 2, highest)
-    tl.store(masses + at * 2 + 1, tl.sum(tl.exp(score - base), 0))
-    for place in tl.static_range(COUNT):
-        top, column = best(score, cols)
-        tl.store(values + at * COUNT + place, top)
-        tl.store(columns + at * COUNT + place, column)
-        score = tl.where(cols == column, float("-inf"), score)
+    top, column = best(score, cols)
+    base = tl.where(top > float("-inf"), top, 0.0)
+    tl.store(tops + at, top)
+    tl.store(columns + at, column)
+    tl.store(masses + at, tl.sum(tl.exp(score - base), 0))
 
 
 @triton.jit
 def row_tops_kernel(
-    values, columns, masses, ids, token_ids, log_probs, num_chunks,
-    COUNT: tl.constexpr, CHUNKS: tl.constexpr, OVERLAPS: tl.constexpr,
+    logits, row_stride, vocab_size, peaks, temperatures, seeds, positions, thresholds,
+    last_columns, ids, tops, columns, masses, token_ids, log_probs, num_chunks,
+    COUNT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R,). token_ids, log_probs  # [R, COUNT] the best of all chunks"""
+    """Grid (R,). The best of the chunks' best, COUNT times; the chunk that had it is read again
+    for its next best, so no chunk is ever sorted.
+
+    token_ids, log_probs  # [R, COUNT]
+    """
     if OVERLAPS:
         wait()
     row = tl.program_id(0).to(tl.int64)
-    chunk = tl.arange(0, CHUNKS)
-    inside = chunk < num_chunks
-    at = masses + (row * num_chunks + chunk) * 2
-    peak = tl.load(at, mask=inside, other=float("-inf"))
-    mass = tl.load(at + 1, mask=inside, other=0.0)
-    highest = tl.max(peak, 0)
+    place = tl.arange(0, CHUNKS)
+    inside = place < num_chunks
+    at = row * num_chunks + place
+    top = tl.load(tops + at, mask=inside, other=float("-inf"))
+    column = tl.load(columns + at, mask=inside, other=0)
+    mass = tl.load(masses + at, mask=inside, other=0.0)
+    highest = tl.max(top, 0)
     base = tl.where(highest > float("-inf"), highest, 0.0)
-    total = base + tl.log(tl.sum(mass * tl.exp(peak - base), 0))
-    place = tl.arange(0, CHUNKS * COUNT)
-    is_there = place < num_chunks * COUNT
-    own = row * num_chunks * COUNT + place
-    value = tl.load(values + own, mask=is_there, other=float("-inf"))
+    total = base + tl.log(tl.sum(mass * tl.exp(top - base), 0))
     for rank in tl.static_range(COUNT):
-        top, found = best(value, place)
-        found = tl.minimum(found, num_chunks * COUNT - 1)
-        token = tl.load(columns + row * num_chunks * COUNT + found).to(tl.int64)
+        value, chunk = best(top, place)
+        found = tl.sum(tl.where(place == chunk, column, 0), 0)
+        token = tl.minimum(found, vocab_size - 1).to(tl.int64)
         if ids is not None:
             token = tl.load(ids + token).to(tl.int64)
         tl.store(token_ids + row * COUNT + rank, token)
-        tl.store(log_probs + row * COUNT + rank, top - total)
-        value = tl.where(place == found, float("-inf"), value)
+        tl.store(log_probs + row * COUNT + rank, value - total)
+        if rank + 1 < COUNT:
+            score, cols = _scores(
+                logits, row_stride, vocab_size, peaks, temperatures, seeds, positions, thresholds,
+                last_columns, ids, row, chunk, num_chunks, CHUNK, CHUNKS,
+            )  # fmt: skip
+            comes_later = (score < value) | ((score == value) & (cols > found))
+            next_value, next_column = best(tl.where(comes_later, score, float("-inf")), cols)
+            top = tl.where(place == chunk, next_value, top)
+            column = tl.where(place == chunk, next_column, column)
 
 
 def store_tree(
@@ -187,15 +177,17 @@ def store_tree(
 ) -> None:
     """As kernels/reference/trees.py."""
     assert state.trees is not None
+    assert log_probs.stride(3) == 1
     batch, depth, beam = token_ids.shape
     pool = num_candidates(depth, beam)
     scores = log_probs.new_empty(batch, pool)
     parents = log_probs.new_empty(batch, pool, dtype=torch.int32)
-    rows = torch.empty_like(parents)
+    rows = parents.new_empty(batch, pool + 1)
     store_tree_kernel[(batch,)](
         slots,
         token_ids.contiguous(),
-        log_probs.contiguous(),
+        log_probs,
+        *log_probs.stride()[:3],
         num_depths,
         scores,
         parents,
@@ -211,15 +203,18 @@ def store_tree(
         POOL=triton.next_power_of_2(pool),
         ROWS=triton.next_power_of_2(num_nodes + 1),
         CHUNK=_RANKED_AT_ONCE,
+        JUMPS=depth.bit_length(),
         num_warps=8,
         **overlapping(),
     )
 
 
 @triton.jit
-def _level(log_probs, depth, num_depths, BEAM: tl.constexpr):
-    """The log-probabilities of one depth; -inf beyond those that the slot drafts."""
-    x = tl.load(log_probs + depth * BEAM + tl.arange(0, BEAM))
+def _level(log_probs, depth_stride, before_stride, depth, before, num_depths, BEAM: tl.constexpr):
+    """The log-probabilities of one depth behind these candidates of the depth before; -inf beyond
+    the depths that the slot drafts.  # before [n] -> [n, BEAM]"""
+    rows = log_probs + depth * depth_stride + before * before_stride
+    x = tl.load(rows[:, None] + tl.arange(0, BEAM)[None, :])
     x = tl.where((x == x) & (depth < num_depths), x, float("-inf"))
     return tl.minimum(x, 0.0)
 
@@ -235,6 +230,9 @@ def store_tree_kernel(
     slots,
     token_ids,
     log_probs,
+    batch_stride,
+    depth_stride,
+    before_stride,
     num_depths,
     pool_scores,
     pool_parents,
@@ -252,12 +250,14 @@ def store_tree_kernel(
     POOL: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    JUMPS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Grid (B,). Candidates of depth d stand behind those of the depths before, M of the first and
     M * M of each other: continuation m of path w of the beam at w * M + m.
 
-    pool_scores, pool_parents, pool_rows  # [B, P] scratch
+    pool_scores, pool_parents  # [B, P] scratch
+    pool_rows                  # [B, P + 1] scratch
     """
     if OVERLAPS:
         wait()
@@ -265,21 +265,25 @@ def store_tree_kernel(
     slot = tl.load(slots + b)
     drafted = tl.load(num_depths + b)
     token_ids += b * depth * BEAM
-    log_probs += b * depth * BEAM
+    log_probs += b * batch_stride
     pool_scores += b * pool
     pool_parents += b * pool
-    pool_rows += b * pool
+    pool_rows += b * (pool + 1)
 
     # 1. The beam: every continuation goes into the pool, the best go on.
     beam = tl.arange(0, BEAM)
-    beam_scores = _level(log_probs, 0, drafted, BEAM)
+    # Depth 1 is the same behind all: the diagonal of a square that repeats itself.
+    first_level = _level(log_probs, depth_stride, before_stride, 0, beam, drafted, BEAM)
+    beam_scores = tl.sum(tl.where(beam[:, None] == beam[None, :], first_level, 0.0), 0)
     beam_places = beam
+    last = beam  # the candidate at the end of each path
     tl.store(pool_scores + beam, beam_scores)
     tl.store(pool_parents + beam, tl.full((BEAM,), -1, tl.int32))
     square = tl.arange(0, BEAM * BEAM)
     for d in range(1, depth):
         first = BEAM + (d - 1) * BEAM * BEAM
-        sums = beam_scores[:, None] + _level(log_probs, d, drafted, BEAM)[None, :]
+        behind = _level(log_probs, depth_stride, before_stride, d, last, drafted, BEAM)
+        sums = beam_scores[:, None] + behind
         sums = tl.reshape(sums, (BEAM * BEAM,))
         from_places = tl.broadcast_to(beam_places[:, None], (BEAM, BEAM))
         tl.store(pool_scores + first + square, sums)
@@ -288,7 +292,8 @@ def store_tree_kernel(
         rank = tl.sum(before.to(tl.int32), 1)
         goes_on = rank[None, :] == beam[:, None]  # [BEAM, BEAM * BEAM]
         beam_scores = tl.sum(tl.where(goes_on, sums[None, :], 0.0), 1)
-        beam_places = first + tl.sum(tl.where(goes_on, square[None, :], 0), 1)
+        best_squares = tl.sum(tl.where(goes_on, square[None, :], 0), 1)
+        beam_places, last = first + best_squares, best_squares % BEAM
     tl.debug_barrier()
 
     # 2. The nodes are the best of the pool; a candidate's rank is its row.
@@ -311,24 +316,63 @@ def store_tree_kernel(
     tl.store(num_drafts + slot, tl.minimum(tl.load(num_drafts + slot), there))
     tl.debug_barrier()
 
-    # 3. Parents as rows, and from parent to parent all ancestors.
+    # 3. Parents as rows.
     parent = tl.load(pool_parents + place, mask=is_node, other=-1)
     row_of_parent = tl.load(pool_rows + tl.maximum(parent, 0), mask=is_node, other=0)
     parent_row = tl.where(parent < 0, 0, row_of_parent).to(tl.int64)
     tl.store(parents + slot * width + rank, parent_row, mask=is_node)
     tl.debug_barrier()
+
+    # 4. Ancestors: each jump doubles how far up a row has looked.
     row = tl.arange(0, ROWS)
     is_row = row <= num_nodes
-    up = tl.load(parents + slot * width + row - 1, mask=is_row & (row > 0), other=0)
-    own = tl.full((ROWS,), 1, tl.int64) << row.to(tl.int64)
-    bits = own
-    for _ in range(depth):
+    up = tl.load(parents + slot * width + row - 1, mask=is_row & (row > 0), other=0).to(tl.int32)
+    bits = tl.full((ROWS,), 1, tl.int64) << row.to(tl.int64)
+    for _ in range(JUMPS):
         tl.store(ancestors + slot * (width + 1) + row, bits, mask=is_row)
+        tl.store(pool_rows + row, up, mask=is_row)
         tl.debug_barrier()
-        theirs = tl.load(ancestors + slot * (width + 1) + up, mask=is_row, other=0)
-        bits = own | tl.where(row > 0, theirs, 0)
+        bits |= tl.load(ancestors + slot * (width + 1) + up, mask=is_row, other=0)
+        up = tl.load(pool_rows + up, mask=is_row, other=0)
         tl.debug_barrier()
     tl.store(ancestors + slot * (width + 1) + row, bits, mask=is_row)
+
+
+def best_chain(token_ids: Tensor, log_probs: Tensor) -> Tensor:
+    """As speculation/trees.py."""
+    assert log_probs.stride(3) == 1
+    batch, depth, beam = token_ids.shape
+    chain = torch.empty(batch, depth, dtype=torch.int64, device=token_ids.device)
+    best_chain_kernel[(batch,)](
+        token_ids.contiguous(),
+        log_probs,
+        *log_probs.stride()[:3],
+        chain,
+        depth,
+        BEAM=beam,
+        num_warps=1,
+        **overlapping(),
+    )
+    return chain
+
+
+@triton.jit
+def best_chain_kernel(
+    token_ids, log_probs, batch_stride, depth_stride, before_stride, chain, depth,
+    BEAM: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (B,)."""
+    if OVERLAPS:
+        wait()
+    b = tl.program_id(0).to(tl.int64)
+    candidate = tl.arange(0, BEAM)
+    last = tl.full((), 0, tl.int32)
+    for d in range(depth):
+        row = log_probs + b * batch_stride + d * depth_stride + last * before_stride
+        x = tl.load(row + candidate)
+        _, last = best(tl.where(x == x, tl.minimum(x, 0.0), float("-inf")), candidate)
+        last = tl.minimum(last, BEAM - 1)
+        tl.store(chain + b * depth + d, tl.load(token_ids + (b * depth + d) * BEAM + last))
 
 
 def walk_tree(counts: StepCounts, sampled: Tensor, usable: Tensor, depth: int) -> TreePath:

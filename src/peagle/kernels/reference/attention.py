@@ -6,11 +6,33 @@ T positions that a block table can hold. The contract is kernels/rows.py.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from peagle.kernels.reference.linear import at_least_float32
 from peagle.kernels.rows import PagedRows
+
+
+class Scores(NamedTuple):
+    """How queries and keys become weights."""
+
+    scale: float | None = None  # of their products; None: D ** -0.5
+    cap: float | None = None  # scores s become cap * tanh(s / cap)
+    sinks: Tensor | None = None  # [h]: of each head a score more, which no value stands behind
+
+    @property
+    def is_default(self) -> bool:
+        return self == PLAIN
+
+    @property
+    def is_softmax(self) -> bool:
+        """Whether weights are the softmax of scaled products and nothing else."""
+        return self.cap is None and self.sinks is None
+
+
+PLAIN = Scores()
 
 
 def paged_attention(
@@ -19,20 +41,45 @@ def paged_attention(
     values: Tensor,  # [S, g, D]
     rows: PagedRows,
     window: int | None,
+    scores: Scores = PLAIN,
 ) -> Tensor:
     """-> [N, h, D]; zeros for a row that sees no key. `num_splits` does not matter here."""
-    num_items, num_rows, (kv_heads, dim) = len(rows.starts), rows.rows_per_item, keys.shape[-2:]
     written = _written(rows)  # [I, T]
     slots = _slots(rows).where(written, 0)
     k, v = _written_only(keys[slots], written), _written_only(values[slots], written)
+    by_item = q.reshape(len(rows.starts), rows.rows_per_item, *q.shape[1:])
+    return attend(by_item, k, v, _visible(rows, window), scores).flatten(0, 1)
+
+
+def attend(
+    q: Tensor,  # [..., Q, h, D]
+    k: Tensor,  # [..., T, g, D]
+    v: Tensor,  # [..., T, g, D]
+    visible: Tensor,  # [..., Q, T]
+    scores: Scores,
+) -> Tensor:
+    """-> [..., Q, h, D]; zeros for a row that sees no key."""
+    scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
     # Heads that share a key-value head stand side by side: r of them per group.
-    grouped = at_least_float32(q).view(num_items, num_rows, kv_heads, -1, dim)
-    scores = torch.einsum("iqgrd,itgd->igrqt", grouped, k) * dim**-0.5
-    visible = _visible(rows, window)[:, None, None]  # [I, 1, 1, Q, T]
+    grouped = at_least_float32(q).reshape(*q.shape[:-2], k.shape[-2], -1, q.shape[-1])
+    products = torch.einsum("...qgrd,...tgd->...grqt", grouped, at_least_float32(k)) * scale
+    if scores.cap is not None:
+        products = scores.cap * (products / scores.cap).tanh()
+    hidden = ~visible[..., None, None, :, :]
+    weights = _softmax(products.masked_fill(hidden, -torch.inf), scores.sinks)
     # A row that sees nothing would be NaN after the softmax: hence the second mask.
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(~visible, 0)
-    out = torch.einsum("igrqt,itgd->iqgrd", weights, v)
+    weights = weights.masked_fill(hidden, 0)
+    out = torch.einsum("...grqt,...tgd->...qgrd", weights, at_least_float32(v))
     return out.reshape(q.shape).to(q.dtype)
+
+
+def _softmax(products: Tensor, sinks: Tensor | None) -> Tensor:
+    """products  # [..., g, r, Q, T]"""
+    if sinks is None:
+        return products.softmax(-1)
+    groups, rows = products.shape[-4:-2]
+    sink = sinks.to(products.dtype).view(groups, rows, 1, 1).expand(*products.shape[:-1], 1)
+    return torch.cat((products, sink), dim=-1).softmax(-1)[..., :-1]
 
 
 def _visible(rows: PagedRows, window: int | None) -> Tensor:

@@ -78,7 +78,7 @@ def commit(
     sampled_token_ids: Tensor,  # [B, K+1] the target's token after each prefix of the drafts
     usable: Tensor,  # [B, K+1] bool: False where nothing could be sampled
     max_draft_tokens: int,  # a request with more tokens is beyond the drafter's positions
-    max_depth: int,  # drafts one behind the other that this step makes for the next
+    max_depth: int,  # drafts one behind the other that this step makes for the next; 0: none
 ) -> Committed:
     """Advances the slots.
 
@@ -103,7 +103,8 @@ def commit(
     capacity = state.capacity[slots]
     num_depths = torch.minimum(max_drafts, state.max_depths[slots])
     num_depths = draft_limit(num_depths, num_computed + 1, limits, capacity, max_draft_tokens)
-    num_drafts = num_depths
+    num_real = torch.where(num_depths > 0, num_new, 0)
+    num_drafts = num_depths = num_depths.clamp(max=max_depth)
     if state.trees is not None:  # as many nodes as it asks for; begin_step looks for their room
         num_drafts = torch.where(num_depths > 0, max_drafts, 0)
     state.last_tokens[slots] = torch.where(num_new > 0, last, counts.last_tokens)
@@ -112,8 +113,6 @@ def commit(
     state.max_drafts[slots] = max_drafts
     state.num_drafts[slots] = num_drafts
     header = torch.stack((num_new, counts.num_drafts, failed.long()), dim=1)
-    num_depths = num_depths.clamp(max=max_depth)
-    num_real = torch.where(num_depths > 0, num_new, 0)
     return Committed(
         report=torch.cat((header, sampled_token_ids), dim=1),
         num_outputs=counts.num_outputs + num_new,

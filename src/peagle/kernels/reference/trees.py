@@ -55,22 +55,27 @@ def store_tree(
     state: DeviceBatch,
     slots: Tensor,  # [B]
     token_ids: Tensor,  # [B, K, M]
-    log_probs: Tensor,  # [B, K, M]
+    log_probs: Tensor,  # [B, K, M, M], see speculation/trees.py
     num_depths: Tensor,  # [B] how many of the K depths a slot drafts
     num_nodes: int,
 ) -> None:
     """The drafts of these slots' next step: the best nodes, at most as many as each may have."""
     assert state.trees is not None
     depth = torch.arange(token_ids.shape[1], device=slots.device)
-    is_drafted = (depth < num_depths[:, None])[..., None]
+    is_drafted = (depth < num_depths[:, None])[..., None, None]
     tree = trees.grow_tree(token_ids, log_probs.masked_fill(~is_drafted, -torch.inf), num_nodes)
     size = tree.token_ids.shape[1]  # few depths have fewer candidates
     state.drafts[slots, :size] = tree.token_ids
     state.trees.parents[slots, :size] = tree.parents
     state.trees.depths[slots, : size + 1] = trees.depths(tree.parents)
     state.trees.ancestors[slots, : size + 1] = trees.ancestors(tree.parents)
+    if state.draft_scores is not None:
+        state.draft_scores[slots, :size] = tree.scores
     num_there = (tree.scores > -torch.inf).sum(1)
     state.num_drafts[slots] = torch.minimum(state.num_drafts[slots], num_there)
+
+
+best_chain = trees.best_chain
 
 
 def walk_tree(counts: StepCounts, sampled: Tensor, usable: Tensor, depth: int) -> TreePath:

@@ -20,19 +20,20 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from peagle.checkpoints.references import load_config, resolve_model
-from peagle.checkpoints.targets import decoder_sizes, load_layerless
+from peagle.checkpoints.targets import load_layerless
 from peagle.config import EngineConfig
 from peagle.data.dataset import Dataset
 from peagle.data.packing import PackedRow, assign, pack
 from peagle.engine.loading import choose_device, choose_dtype, load_engine_target
 from peagle.errors import DataError
-from peagle.files import atomic_file, write_json
+from peagle.files import check_readable, write_atomic, write_json, writing
 from peagle.models.config import DecoderConfig
 from peagle.models.target import default_aux_hidden_state_layers
+from peagle.processes import uninterrupted
 from peagle.teacher_forcing.features import (
     Features,
     FeatureSource,
@@ -70,8 +71,7 @@ def plan_capture(
 ) -> CapturePlan:
     """Reads sizes alone: nothing is loaded and nothing written."""
     folder = resolve_model(model)
-    known = decoder_sizes if vllm else DecoderConfig.from_transformers
-    sizes = known(load_config(folder))
+    sizes = DecoderConfig.from_transformers(load_config(folder))
     layers = aux_hidden_state_layers or default_aux_hidden_state_layers(sizes.num_hidden_layers)
     if not all(0 <= layer <= sizes.num_hidden_layers for layer in layers):
         raise DataError(f"layers {list(layers)} are not all in 0..{sizes.num_hidden_layers}")
@@ -86,15 +86,10 @@ def run_capture(
     """Yields the rows done so far, after each shard."""
     source = _source(plan, dataset, folder)
     longest = max(tokens_per_pass, int(dataset.lengths.max()))
-    try:
+    with writing(folder, then="give the same command again: states written before are safe"):
         yield from capture(
             dataset, source, folder, plan.model, tokens_per_pass=longest, max_disk=max_disk
         )
-    except (OSError, SafetensorError) as error:
-        raise DataError(
-            f"cannot write to {folder}: {error}",
-            hint="states written before are safe: make room and give the same command again",
-        ) from error
 
 
 def _source(plan: CapturePlan, dataset: Dataset, folder: Path) -> OnlineFeatures | VllmFeatures:
@@ -117,13 +112,25 @@ def states_bytes(num_tokens: int, hidden_size: int, num_aux_hidden_states: int) 
 def check_disk(needed: int, folder: Path, max_disk: int | None) -> None:
     if max_disk is not None and needed > max_disk:
         raise DataError(
-            f"the states need {needed / 2**30:.1f} GiB, "
-            f"more than the {max_disk / 2**30:.1f} allowed",
+            f"the states need {size_in_words(needed)}, "
+            f"more than the {size_in_words(max_disk)} allowed",
             hint="raise --max-disk, capture fewer rows, or train with the target in process",
         )
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise DataError(f"the states need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free")
+        raise DataError(
+            f"the states need {size_in_words(needed)}, {size_in_words(free)} are free in {folder}",
+            hint="make room, or train with the target in process",
+        )
+
+
+def size_in_words(size: float) -> str:
+    """`512 B`, `3.4 MiB`, `120.0 GiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
 
 
 def capture(
@@ -145,8 +152,9 @@ def capture(
     check_disk(states_bytes(tokens, size, len(source.aux_hidden_state_layers)), folder, max_disk)
     for row, features in _passes(dataset, left, source, tokens_per_pass):
         name = f"features-{len(index['shards']):05d}.safetensors"
-        index["shards"].append(_write_shard(dataset, row, features, folder / name))
-        write_json(folder / INDEX, index)
+        with uninterrupted():
+            index["shards"].append(_write_shard(dataset, row, features, folder / name))
+            write_json(folder / INDEX, index)
         yield sum(len(shard["rows"]) for shard in index["shards"])
 
 
@@ -174,8 +182,7 @@ def _write_shard(
         "aux_hidden_states": features.aux_hidden_states.to("cpu", torch.bfloat16),
         "states": features.states.to("cpu", torch.bfloat16),
     }
-    with atomic_file(path) as temporary:
-        save_file(tensors, temporary)
+    write_atomic(path, save(tensors))
     ids = [dataset.info[i]["id"] for i in row.indices]
     return {"name": path.name, "rows": ids, "lengths": dataset.lengths[row.indices].tolist()}
 
@@ -279,6 +286,7 @@ class StoredFeatures:
 
 def _open_shard(path: Path) -> dict[str, Tensor]:
     try:
+        check_readable(path)
         with safe_open(path, framework="pt") as file:
             return {
                 name: file.get_tensor(name) for name in ("token_ids", "aux_hidden_states", "states")

@@ -1,0 +1,136 @@
+"""Acceptance of drafts that are trees, for every number of nodes in one pass over the text.
+
+Any first n nodes of a tree are the best tree of n nodes, so one tree of N nodes at an anchor tells
+what each smaller one would have had accepted there: the nodes on the path that the text takes
+through it, up to the n-th.
+
+Shapes: n slots of a packed row, K depths, M candidates of each, A anchors, N nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peagle.data.packing import PackedRow
+from peagle.evaluate.evaluator import Document, Evaluation, Evaluator, summed
+from peagle.evaluate.replay import replay
+from peagle.kernels.reference.trees import Candidates
+from peagle.models.eagle import EagleNetwork
+from peagle.models.layers import at_least_float32
+from peagle.speculation.statistics import SpecDecodeStats
+from peagle.speculation.trees import BEAM, Lattice, depths, grow_tree, independent, walk_tree
+from peagle.teacher_forcing.draft_model import DraftModel
+
+ANCHORS_AT_ONCE = 512
+NOT_WRITTEN = -1  # the text ends before
+
+
+class DraftStates(NamedTuple):
+    """States after the final norm at every anchor and depth, and the best tokens of each."""
+
+    normed: Tensor  # [n, K, H]
+    candidates: Candidates  # [n, K, M]; -inf where nothing is drafted
+
+
+def evaluate_trees(evaluator: Evaluator, model: DraftModel, num_nodes: int) -> Evaluation:
+    """One entry for each number of nodes up to N; depth K is the evaluator's."""
+
+    def accepted(row: PackedRow) -> Tensor:
+        return _accepted(evaluator, model, row, num_nodes)
+
+    # An engine does not know where the text ends: drafts go beyond it.
+    documents = evaluator.documents_of(model, accepted, room=evaluator.max_tokens + 1)
+    counted = [(d.groups, list(_replays(d, evaluator.max_tokens))) for d in documents]
+    return summed(counted, num_nodes, SpecDecodeStats)
+
+
+def _replays(document: Document, depth: int) -> Iterator[SpecDecodeStats]:
+    for accepted in document.chances[0].long().t().tolist():
+        yield replay(document.mask, accepted, depth, document.limits)
+
+
+def _accepted(evaluator: Evaluator, model: DraftModel, row: PackedRow, num_nodes: int) -> Tensor:
+    """[1, n, N]: drafts accepted of the first 1 .. N nodes of a tree at each anchor."""
+    counts = evaluator.draft_counts(model, row)  # [n]
+    states = _draft_states(evaluator, model, row, counts)
+    anchors = torch.nonzero(counts > 0).flatten()
+    accepted = torch.zeros(len(counts), num_nodes, dtype=torch.long)
+    for part in torch.split(anchors, ANCHORS_AT_ONCE):
+        accepted[part] = _accepted_at(model.network, states, row, part, num_nodes).cpu()
+    return accepted[None]
+
+
+def _accepted_at(
+    network: EagleNetwork, states: DraftStates, row: PackedRow, anchors: Tensor, num_nodes: int
+) -> Tensor:
+    """[A, N]"""
+    depth = states.normed.shape[1]
+    here = anchors.to(states.normed.device)
+    candidates = Candidates(*(x[here] for x in states.candidates))
+    tree = grow_tree(*_lattice(network, states.normed[here], candidates), num_nodes)
+    text = _continuations(row, anchors, depth + 1).to(here.device)  # [A, K+1]
+    row_depths = depths(tree.parents)  # [A, N+1]
+    num_there = (tree.scores > -torch.inf).sum(1)
+    walk = walk_tree(tree.token_ids, tree.parents, num_there, text.gather(1, row_depths), depth)
+    taken = torch.arange(1, depth + 1, device=here.device) <= walk.num_accepted[:, None]  # [A, K]
+    nodes = torch.arange(1, num_nodes + 1, device=here.device)
+    return (taken[:, :, None] & (walk.rows[:, 1:, None] <= nodes)).sum(1)
+
+
+def _lattice(network: EagleNetwork, normed: Tensor, candidates: Candidates) -> Lattice:
+    """As models/p_eagle.py makes it of a batch."""
+    if network.correction is None or normed.shape[1] == 1:
+        return Lattice(candidates.token_ids, independent(candidates.log_probs))
+    log_probs = network.correction.log_probs(
+        normed,
+        candidates,
+        None,
+        network.embedding.weight,
+        network.output_rows(candidates.token_ids),
+    )
+    is_drafted = candidates.log_probs[..., :1, None] > -torch.inf  # [A, K, 1, 1]
+    return Lattice(candidates.token_ids, log_probs.masked_fill(~is_drafted, -torch.inf))
+
+
+def _continuations(row: PackedRow, anchors: Tensor, count: int) -> Tensor:
+    """[A, count]: what the text has from the token after the newest on, in the same document."""
+    slots = anchors[:, None] + 2 + torch.arange(count)
+    last = len(row.token_ids) - 1
+    is_text = (slots <= last) & (row.document[slots.clamp(max=last)] == row.document[anchors, None])
+    return torch.where(is_text, row.token_ids[slots.clamp(max=last)], NOT_WRITTEN)
+
+
+def _draft_states(
+    evaluator: Evaluator, model: DraftModel, row: PackedRow, counts: Tensor
+) -> DraftStates:
+    network = model.network
+    features = evaluator.source(row, evaluator.source.fetch(row))
+    weight, size = network.norm.weight, (len(counts), evaluator.max_tokens)
+    normed = weight.new_zeros(*size, network.config.hidden_size)
+    token_ids = weight.new_zeros(*size, BEAM, dtype=torch.long)
+    log_probs = weight.new_full((*size, BEAM), -torch.inf, dtype=torch.float32)
+    for segment in evaluator.segments_of(network, row, counts):
+        here = segment.to(weight.device)
+        with evaluator.autocast():
+            states = model.states(here, features)
+            found = _candidates(network, states, evaluator.chunk_rows)
+        real = here.weights > 0  # the others are padding
+        places = here.elements.anchor[here.rows].long()[real], here.loss_depth.long()[real]
+        normed[places] = states[real].to(normed.dtype)
+        token_ids[places], log_probs[places] = found.token_ids[real], found.log_probs[real]
+    return DraftStates(normed, Candidates(token_ids, log_probs))
+
+
+def _candidates(network: EagleNetwork, states: Tensor, chunk_rows: int) -> Candidates:
+    """Of states [C, H], in chunks: all logits at once would be the largest tensor."""
+    ids, parts = network.target_ids, []
+    for part in torch.split(states, chunk_rows):
+        log_probs = at_least_float32(F.linear(part, network.output_weight())).log_softmax(-1)
+        parts.append(log_probs.topk(BEAM))
+    best, columns = (torch.cat(x) for x in zip(*parts, strict=True))
+    return Candidates(ids[columns], best.float())

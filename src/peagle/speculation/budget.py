@@ -1,0 +1,370 @@
+"""How many drafts a step verifies: as many as pay, by what they are worth and what they cost.
+
+Drafts of a request stand in falling order of probability, be they the nodes of a tree or a chain's,
+and the first n are the best n. Whether the target takes one does not depend on how many stand
+behind it, so every verified draft tells what it is worth, and a step over n of them what any fewer
+would have given. The choice is the one with the most expected tokens per second:
+
+    (requests + expected accepted drafts) / seconds of a step with so many rows
+
+Worth and cost are measured while the engine runs; of costs only their relations count. They decide
+how fast it is, never what it writes: verification gives the same tokens for every choice.
+
+Shapes: B requests, N drafts at most, K depths. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Counts = NDArray[np.int64]
+Numbers = NDArray[np.float64]
+
+REVIEW_STEPS = 16  # between two looks at which number of drafts is best
+# Steps until another number is tried for the first time with some number of requests, and how
+# many at most from then on: each time twice as many, for a trial may have a graph captured.
+FIRST_TRIAL, RAREST_TRIAL, RAREST_PROBE = 8, 4096, 256
+WORTH_A_TRIAL = 0.6  # of the best rate: what promises less is not tried
+GAIN_TO_SWITCH = 1.02  # another number must promise so much more: figures are noisy
+# What is chosen from: few, for each has to be tried, and is a family of CUDA graphs.
+TREE_NUMBERS = (1, 3, 7, 15, 31, 63)
+CHAIN_NUMBERS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
+
+
+class StepCosts:
+    """What steps cost, relative to each other, by their requests and rows.
+
+    Learned from pairs of steps that ran one after the other: how fast the machine is changes, with
+    its other users and with the length of contexts, but hardly from one step to the next. What is
+    learned is how a step's time compares with a first guess, `1 + rows / free_rows`; near it, the
+    same is expected. More rows never cost less.
+    """
+
+    MEMORY = 20.0  # pairs that a step's cost remembers
+    OUTLIER = 3.0  # times what was expected, more does not count
+    REACH = 0.15  # natural logarithm of the factor at which a measurement counts 1/e
+    RESOLUTION = 8  # classes of rows and of requests per doubling
+    OFF_SHARE = 0.85  # guess: of a step without drafts, what is left where none are made either
+    OFF_DISTANCE = 10.0  # such steps tell little of others
+
+    def __init__(self, free_rows: float) -> None:
+        self.free_rows = free_rows
+        self._places: dict[tuple[int, int, bool], int] = {}
+        self._points = np.zeros((0, 3))  # log requests, log rows, without drafts
+        self._logs, self._weights = np.zeros(0), np.zeros(0)  # logarithm of time over guess
+        self._last: tuple[int, float] | None = None  # place of the step before, and its logarithm
+
+    def observe(self, batch: int, rows: int, seconds: float, *, is_off: bool = False) -> None:
+        """A step right behind the one that was observed last; `is_off`: it drafted nothing."""
+        place, weights = self._place(batch, rows, is_off), self._weights
+        own = math.log(seconds / float(self._guess(rows, is_off)))
+        before, self._last = self._last, (place, own)
+        if before is None or before[0] == place:
+            return
+        other, theirs = before
+        most = math.log(self.OUTLIER)
+        change = (own - theirs) - float(self._logs[place] - self._logs[other])
+        change = min(max(change, -most), most) / (min(weights[place], weights[other]) + 1)
+        share = weights[other] / (weights[place] + weights[other])  # the less is known, the more
+        self._logs[place] += change * share
+        self._logs[other] -= change * (1 - share)
+        for one in (place, other):
+            weights[one] = min(weights[one] + 1, self.MEMORY)
+
+    def estimate(self, batch: int, rows: Counts, *, is_off: bool = False) -> Numbers:
+        """In a unit of its own.  # rows [n], rising"""
+        guess = self._guess(rows, is_off)
+        if not self._places:
+            return guess
+        here = self._point(batch, rows, is_off)
+        distance = np.abs(here[:, None] - self._points).sum(2) / self.REACH  # [n, points]
+        nearest = distance.min(1, keepdims=True)  # of far ones, too, something counts
+        weights = self._weights * np.exp(nearest - distance)
+        logs = (weights * self._logs).sum(1) / weights.sum(1)
+        out: Numbers = np.maximum.accumulate(guess * np.exp(logs))
+        return out
+
+    def _guess(self, rows: int | Counts, is_off: bool) -> Numbers:
+        return np.asarray(1.0 + np.asarray(rows) / self.free_rows) * (self.OFF_SHARE**is_off)
+
+    def _point(self, batch: int, rows: Counts, is_off: bool) -> Numbers:
+        """[n] -> [n, 3]"""
+        return np.stack(
+            np.broadcast_arrays(math.log(batch), np.log(rows), is_off * self.OFF_DISTANCE), axis=-1
+        )
+
+    def _place(self, batch: int, rows: int, is_off: bool) -> int:
+        """Of a kind of step; the first of its kind is believed to be what is expected."""
+        classes = [round(self.RESOLUTION * math.log2(x)) for x in (batch, rows)]
+        key = classes[0], classes[1], is_off
+        if key not in self._places:
+            expected = self.estimate(batch, np.array([rows]), is_off=is_off)[0]
+            ratio = np.log(expected / self._guess(rows, is_off))
+            self._places[key] = len(self._places)
+            self._points = np.vstack((self._points, self._point(batch, np.array([rows]), is_off)))
+            self._logs, self._weights = np.append(self._logs, ratio), np.append(self._weights, 1.0)
+        return self._places[key]
+
+
+class Outcomes(NamedTuple):
+    """What became of the drafts of a step's requests."""
+
+    num_drafts: Counts  # [B] verified
+    paths: Counts  # [B, K] the accepted ones, counted from 1; 0 behind them
+
+
+class AcceptanceCurve:
+    """How often the n-th draft is accepted, of steps lately.
+
+    Where nothing was verified, a first guess goes on from what was.
+    """
+
+    MEMORY = 400.0  # drafts of requests that it remembers, at least those of
+    MEMORY_STEPS = 50.0
+    GUESS_STEPS = 4.0  # that the first guess counts for
+
+    def __init__(self, size: int) -> None:
+        self._guess = 0.8 * np.arange(1, size + 1) ** -0.75  # what trees of trained heads look like
+        self._steps, self._hits = np.zeros(size), np.zeros(size)
+
+    def observe(self, outcomes: Outcomes, unverified: Numbers | None = None) -> None:
+        """unverified  # [B, N] what those are worth that were not verified, where one knows"""
+        size, batch = len(self._steps), len(outcomes.num_drafts)
+        hits = np.bincount(outcomes.paths.ravel(), minlength=size + 1)[1 : size + 1]
+        fewer = np.bincount(outcomes.num_drafts, minlength=size + 1).cumsum()[:size]
+        steps = batch - fewer  # in which the n-th was verified
+        kept = 1.0 - min(batch / self.MEMORY, 1.0 / self.MEMORY_STEPS)
+        self._steps = kept * self._steps + steps
+        self._hits = kept * self._hits + hits
+        if unverified is not None:
+            is_verified = np.arange(size) < outcomes.num_drafts[:, None]
+            self._steps += fewer
+            self._hits += np.where(is_verified, 0.0, unverified).sum(0)
+
+    def values(self) -> Numbers:
+        """Of each draft; they never rise.  # [N]"""
+        expected = float((self._steps * self._guess).sum())
+        scale = (float(self._hits.sum()) + 1e-3) / (expected + 1e-3)
+        guess = np.minimum(self._guess * scale, 1.0)
+        steps = self._steps + self.GUESS_STEPS
+        return falling((self._hits + self.GUESS_STEPS * guess) / steps, steps)
+
+
+class ScoreCalibration:
+    """How often drafts are accepted whose path a drafter gives some log-probability."""
+
+    BIN, BINS = 0.25, 25  # the last holds all that is less probable
+    KEPT = 0.995  # of what is known, per step
+    GUESS_DRAFTS = 4.0  # that the drafter's own word counts for
+
+    def __init__(self) -> None:
+        self._guess = np.exp(-self.BIN * (np.arange(self.BINS) + 0.5))
+        self._drafts, self._hits = np.zeros(self.BINS), np.zeros(self.BINS)
+
+    def observe(self, scores: Numbers, outcomes: Outcomes) -> None:
+        """scores  # [B, N]; -inf where there is no draft"""
+        number = np.arange(1, scores.shape[1] + 1)
+        is_verified = number <= outcomes.num_drafts[:, None]
+        is_accepted = (outcomes.paths[:, :, None] == number).any(1)
+        bins = self._bins(scores)
+        for total, which in ((self._drafts, is_verified), (self._hits, is_accepted & is_verified)):
+            total *= self.KEPT
+            total += np.bincount(bins[which], minlength=self.BINS)
+
+    def values(self, scores: Numbers) -> Numbers:
+        """[B, N] -> how likely each is accepted; they never rise along a request's drafts."""
+        drafts = self._drafts + self.GUESS_DRAFTS
+        table = falling((self._hits + self.GUESS_DRAFTS * self._guess) / drafts, drafts)
+        out: Numbers = np.where(scores > -np.inf, table[self._bins(scores)], 0.0)
+        return out
+
+    def _bins(self, scores: Numbers) -> Counts:
+        out: Counts = np.clip(-scores / self.BIN, 0, self.BINS - 1).astype(np.int64)
+        return out
+
+
+class DraftChoice(NamedTuple):
+    """What one step verifies, and what it drafts for the next."""
+
+    caps: Counts  # [B] drafts that each request verifies
+    depth: int  # drafts behind each other that are made for the next step; 0: none
+    num_drafts: int  # of a request, in shapes that must not depend on values
+    expected: Numbers  # [B] drafts of each that will be accepted
+    scores: Numbers | None = None  # [B, N] by which caps were chosen
+
+    def part(self, which: NDArray[np.bool_]) -> DraftChoice:
+        """For some of the requests, which run by themselves."""
+        scores = None if self.scores is None else self.scores[which]
+        return self._replace(caps=self.caps[which], expected=self.expected[which], scores=scores)
+
+
+class DraftBudget:
+    """Chooses how many drafts each step verifies.
+
+    Exact rows: every request has its own number, and where the drafts' log-probabilities are
+    known (`scores`), rows go to the most probable drafts of all requests. Padded rows (`pad`: to
+    how many requests a batch is padded): one of few numbers for all.
+    """
+
+    def __init__(
+        self,
+        max_depth: int,
+        max_nodes: int | None,  # None: drafts are chains
+        *,
+        free_rows: float,
+        max_rows: int,  # of a step
+        pad: Callable[[int], int] | None = None,
+        scores: Callable[[Counts], Numbers] | None = None,  # slots [B] -> [B, N]
+    ) -> None:
+        self.max_depth, self.max_nodes, self.max_rows = max_depth, max_nodes, max_rows
+        self._pad, self._scores = pad, scores
+        size = max_depth if max_nodes is None else max_nodes
+        self.numbers = self._numbers(size)
+        self.curve, self.calibration = AcceptanceCurve(size), ScoreCalibration()
+        self.costs = StepCosts(free_rows)
+        self._worth = self._expected()  # at the last review
+        self.num_drafts = -1  # the choice that holds; 0: no drafts; -1: none yet
+        self._batch = 0  # for which it holds
+        self._since_review = self._since_trial = 0
+        self._trials: dict[int, int] = {}  # so far, by (padded) number of requests
+        self._probes = 0  # steps left of a look at drafts while there are none
+
+    def choose(self, slots: Counts, most: Counts, *, may_explore: bool) -> DraftChoice:
+        """most  # [B] drafts that each request may have"""
+        self._since_review += 1
+        is_due = self._since_review >= REVIEW_STEPS or self._padded(len(most)) != self._batch
+        if self.num_drafts < 0 or (len(most) and is_due):
+            self._review(most if len(most) else self.numbers[-1:])  # prompts alone: one will come
+        number = self._explored() if may_explore and len(most) else self.num_drafts
+        if number == 0:
+            return DraftChoice(np.zeros_like(most), 0, 0, np.zeros(len(most)))
+        if self._scores is not None and len(most):
+            return self._by_scores(self._scores(slots), most)
+        caps = np.minimum(most, number)
+        return DraftChoice(caps, self.depth_for(number), number, self._worth[caps])
+
+    def observe(
+        self, choice: DraftChoice, outcomes: Outcomes, seconds: float | None = None
+    ) -> None:
+        """A step that ran; `seconds` where it held nothing but these requests."""
+        batch = len(outcomes.num_drafts)
+        if not batch:
+            return
+        if choice.scores is None:
+            self.curve.observe(outcomes)
+        else:
+            values = self.calibration.values(choice.scores)
+            self.curve.observe(outcomes, unverified=values)
+            self.calibration.observe(choice.scores, outcomes)
+        if seconds is None:
+            return
+        rows = self._padded(batch) * (choice.num_drafts + 1)
+        if self._pad is None:
+            rows = batch + int(outcomes.num_drafts.sum())
+        self.costs.observe(self._padded(batch), rows, seconds, is_off=not choice.depth)
+
+    def depth_for(self, number: int) -> int:
+        """How deep to draft for so many. Few nodes are seldom deep, and each depth costs the
+        drafter a row; where rows are exact the number is not known ahead. At least as deep as the
+        next larger choice needs: it may be tried in the next step."""
+        if self.max_nodes is None:
+            return min(number, self.max_depth)
+        if self._pad is None:
+            return self.max_depth
+        return min(max(number, 4), self.max_depth, 6 + number // 6)
+
+    def likely(self, batch: int, *, most_likely_alone: bool) -> list[int]:
+        """Numbers that so many requests may be given, by what is known so far."""
+        rates = self.rates(np.full(batch, self.numbers[-1]))[1:]
+        if most_likely_alone:
+            return [int(self.numbers[rates.argmax()])]
+        return [n for n, rate in zip(self.numbers.tolist(), rates.tolist(), strict=True) if rate]
+
+    def _numbers(self, size: int) -> Counts:
+        if self._scores is not None:  # by which any number is found
+            return np.arange(1, size + 1)
+        few = CHAIN_NUMBERS if self.max_nodes is None else TREE_NUMBERS
+        return np.array([*(n for n in few if n < size), size])
+
+    def _padded(self, batch: int) -> int:
+        return batch if self._pad is None else self._pad(max(batch, 1))
+
+    def _expected(self) -> Numbers:
+        """Accepted drafts of the first 0 .. N.  # [N+1]"""
+        return np.concatenate(([0.0], np.cumsum(self.curve.values())))
+
+    def _review(self, most: Counts) -> None:
+        """Which number is best, if it is clearly better than what holds."""
+        self._since_review, batch = 0, self._padded(len(most))
+        numbers, self._worth = np.concatenate(([0], self.numbers)), self._expected()
+        rates = self.rates(most)
+        best = int(rates.argmax())
+        holds = np.flatnonzero((numbers == self.num_drafts) & (batch == self._batch))
+        if not len(holds) or rates[best] > GAIN_TO_SWITCH * rates[holds[0]]:
+            self.num_drafts, self._batch = int(numbers[best]), batch
+            self._trials[batch] = min(self._trials.get(batch, 0), 3)  # it has other neighbours
+
+    def rates(self, most: Counts) -> Numbers:
+        """Expected tokens per time: without drafts, and with each of `numbers`."""
+        batch, numbers = self._padded(len(most)), self.numbers
+        tokens = len(most) + self._worth[np.minimum(most[:, None], numbers)].sum(0)
+        rows = batch * (numbers + 1)
+        fits = rows <= max(self.max_rows, rows[0])
+        with_drafts = np.where(fits, tokens / self.costs.estimate(batch, rows), 0.0)
+        without = self.costs.estimate(batch, np.array([batch]), is_off=True)
+        return np.concatenate((len(most) / without, with_drafts))
+
+    def _explored(self) -> int:
+        """The number that holds, now and then the next larger or smaller. Without drafts: with some
+        again, twice in a row, for the first step of the two has none yet."""
+        self._since_trial += 1
+        rarest = RAREST_TRIAL if self.num_drafts and self._pad is not None else RAREST_PROBE
+        count = self._trials.get(self._batch, 0)
+        if not self._probes and self._since_trial < min(FIRST_TRIAL << count, rarest):
+            return self.num_drafts
+        rates = self.rates(np.full(self._batch, self.numbers[-1]))[1:]
+        if self._probes:
+            self._probes -= 1
+            return int(self.numbers[rates.argmax()])
+        self._since_trial = 0
+        self._trials[self._batch] = min(count + 1, 16)
+        if not self.num_drafts:
+            self._probes = 1
+            return int(self.numbers[rates.argmax()])
+        place = int(np.searchsorted(self.numbers, self.num_drafts))
+        others = [n for n in (place + 1, place - 1) if 0 <= n < len(rates)]
+        others = [n for n in others if rates[n] > WORTH_A_TRIAL * rates.max()]
+        return int(self.numbers[others[count % len(others)]]) if others else self.num_drafts
+
+    def _by_scores(self, scores: Numbers, most: Counts) -> DraftChoice:
+        """The most probable drafts of all requests, as many as pay."""
+        batch, size = scores.shape
+        values = self.calibration.values(scores)
+        values[np.arange(size) >= most[:, None]] = 0.0
+        order = np.argsort(-values, axis=None, kind="stable")
+        order = order[: int((values > 0).sum())]
+        gains = np.concatenate(([0.0], np.cumsum(values.ravel()[order])))
+        gains, order = gains[: self.max_rows - batch + 1], order[: self.max_rows - batch]
+        rows = batch + np.arange(len(gains))
+        best = int(((batch + gains) / self.costs.estimate(batch, rows)).argmax())
+        caps = np.bincount(order[:best] // size, minlength=batch)
+        expected = np.where(np.arange(size) < caps[:, None], values, 0.0).sum(1)
+        return DraftChoice(caps, self.max_depth, int(caps.max()), expected, scores)
+
+
+def falling(values: Numbers, weights: Numbers) -> Numbers:
+    """The nearest values that never rise: neighbours in the wrong order become their mean."""
+    blocks: list[tuple[float, float, int]] = []  # mean, weight, length
+    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+        block = (value, weight, 1)
+        while blocks and blocks[-1][0] < block[0]:
+            mean, heavy, length = blocks.pop()
+            total = heavy + block[1]
+            block = ((mean * heavy + block[0] * block[1]) / total, total, length + block[2])
+        blocks.append(block)
+    return np.repeat([mean for mean, _, _ in blocks], [length for _, _, length in blocks])

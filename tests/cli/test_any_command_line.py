@@ -1,0 +1,193 @@
+"""Whatever is written for a flag or a recipe's key: it works, or it is one line and exit 2.
+
+Flags are read from the commands and keys from the recipe, so that new ones are tried as well. No
+model is loaded: engines are fakes, and other references lead nowhere.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from peagle.cli import engines
+from peagle.cli.main import app, main
+from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.train.recipe import RecipeKey, load_recipe, recipe_keys
+from tests.tiny.models import DEEP
+
+from .fakes import FakeLLM
+
+NUMBERS = (
+    "0",
+    "1",
+    "-1",
+    "3",
+    "0.5",
+    "1e-9",
+    "-0.0",
+    "nan",
+    "inf",
+    "1e400",
+    "9" * 30,
+    "0x10",
+    "1_0",
+)
+TEXTS = (
+    "",
+    " ",
+    "x",
+    "é 🙂",
+    "-",
+    "--",
+    "a,b",
+    "1,2",
+    "1,,2",
+    "{}",
+    '{"a": 1}',
+    "[1]",
+    "null",
+    "a=b",
+)
+PATHS = (".", "missing/folder", "file.txt", "folder", "/proc/none", "/dev/null")
+# What a verb needs besides, so that it gets as far as it can without a model.
+ARGUMENTS = {
+    "demo": ["--prompts", "1"],
+    "generate": ["m", "Hi"],
+    "chat": ["m"],
+    "prepare": ["--model", "missing", "--prompts", "prompts.jsonl", "--out", "data"],
+    "capture": ["data", "--model", "missing", "--out", "states"],
+    "train": ["recipe.yaml", "--print-config"],
+    "evaluate": ["missing", "--prompts", "prompts.jsonl"],
+    "bench run": ["missing", "--out", "results"],
+    "bench compare": ["a", "b"],
+    "tune": ["results"],
+    "simulate": ["--model", "config.json", "--gpu", "h200", "--acceptance", "0.7,0.5"],
+    "report": ["results"],
+    "serve": ["org/m", "--backend", "vllm", "--print-command"],
+    "export": ["missing", "out", "--to", "vllm"],
+    "doctor": ["--model", "missing", "--data", "data"],
+    "heads": [],
+    "env": [],
+}
+# Values that would ask a server for answers, or fetch a model.
+NOT_TRIED = ("--help", "--endpoint")
+
+
+def verbs(command: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, inside in command.commands.items():
+        if hasattr(inside, "commands"):
+            yield from verbs(inside, f"{path}{name} ")
+        else:
+            yield f"{path}{name}", inside
+
+
+COMMAND = typer.main.get_command(app)
+VERBS = dict(verbs(COMMAND))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A folder of its own to work in, and no engine but a fake."""
+    folder = tmp_path_factory.mktemp("anything")
+    (folder / "folder").mkdir()
+    (folder / "file.txt").write_text("Hi\n")
+    (folder / "prompts.jsonl").write_text('{"prompt": "Hi"}\n')
+    (folder / "config.json").write_text(json.dumps(DEEP.llama_config().to_dict()))
+    (folder / "recipe.yaml").write_text("data: {path: data}\nschedule: {minutes: 7}\n")
+
+    def build(model: str, engine: EngineConfig, drafter: SpeculativeConfig | None) -> FakeLLM:
+        return FakeLLM(model, engine, drafter)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(engines, "build_llm", build)
+        patch.setattr(typer.main, "get_command", lambda _: COMMAND)  # building it takes longest
+        patch.delenv("PEAGLE_DEBUG", raising=False)
+        yield
+
+
+def run(args: list[str]) -> tuple[int, str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        out, err = io.StringIO(), io.StringIO()
+        for name, stream in (("stdout", out), ("stderr", err), ("stdin", io.StringIO())):
+            patch.setattr(sys, name, stream)
+        return main(args), out.getvalue(), err.getvalue()
+
+
+def check(args: list[str]) -> str:
+    """-> stdout of what worked."""
+    code, out, err = run(args)
+    errors = [line for line in err.splitlines() if line.startswith("error:")]
+    assert code in (0, 2), (args, err)
+    assert len(errors) == (1 if code else 0), (args, err)
+    assert "Traceback" not in err
+    assert "unexpected" not in err
+    return out
+
+
+@st.composite
+def flags(draw: st.DrawFn, verb: str) -> list[str]:
+    """A few of a verb's flags, each with a value of the right kind or of any other."""
+    options = [p for p in VERBS[verb].params if p.opts[0].startswith("--")]
+    options = [p for p in options if not {*p.opts} & {*NOT_TRIED}]
+    words: list[str] = []
+    for option in draw(st.lists(st.sampled_from(options), max_size=3)):
+        words.append(draw(st.sampled_from([*option.opts, *option.secondary_opts])))
+        if not option.is_flag and not option.count:
+            words.append(draw(st.one_of(*map(st.sampled_from, (NUMBERS, TEXTS, PATHS)))))
+    return words
+
+
+def test_every_verb_is_tried() -> None:
+    assert set(ARGUMENTS) == set(VERBS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ARGUMENTS)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_any_flags_work_or_are_one_line(verb: str, data: st.DataObject) -> None:
+    check([*verb.split(), *ARGUMENTS[verb], *data.draw(flags(verb))])
+
+
+VALUES = st.one_of(
+    st.sampled_from((*NUMBERS, *TEXTS, *PATHS)),
+    st.integers().map(str),
+    st.floats().map(str),
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-2, 2) | st.floats(-2, 2) | st.text(max_size=3),
+        lambda inside: (
+            st.lists(inside, max_size=3) | st.dictionaries(st.text(), inside, max_size=2)
+        ),
+        max_leaves=4,
+    ).map(json.dumps),
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@given(key=st.sampled_from(list(recipe_keys())), value=VALUES)
+def test_any_value_of_a_recipes_key_fits_or_is_one_line(key: RecipeKey, value: str) -> None:
+    override = f"{key.full_name}={value}"
+    printed = check(["train", "recipe.yaml", override, "--print-config"])
+    if printed:  # it fits, and what is printed is the same recipe
+        Path("copy.yaml").write_text(printed, encoding="utf-8")
+        assert load_recipe(Path("copy.yaml")) == load_recipe(Path("recipe.yaml"), [override])
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(text=st.text(max_size=40) | st.recursive(st.text(max_size=5), st.lists).map(yaml.safe_dump))
+def test_any_recipe_file_is_a_recipe_or_one_line(text: str) -> None:
+    Path("any.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
+    check(["train", "any.yaml", "--print-config"])

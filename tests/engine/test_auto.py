@@ -1,0 +1,255 @@
+"""Steps that verify as many drafts as pay: the answers do not depend on how many those are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peagle.engine.engine import Engine, Speculation
+from peagle.errors import ConfigError
+from peagle.models.drafter import Drafter
+from peagle.models.target import TargetModel
+from peagle.sampling_params import SamplingParams
+from peagle.speculation.budget import Counts, DraftBudget, DraftChoice
+from tests.tiny import drafters, engines, naive
+from tests.tiny.engines import both_forms
+from tests.tiny.jobs import GREEDY, Job, prompts
+from tests.tiny.models import SHALLOW, head_drafter
+
+PARAMS = [
+    GREEDY,
+    SamplingParams(seed=1, max_tokens=14),
+    SamplingParams(seed=3, top_k=9, temperature=0.8, max_tokens=14),
+    SamplingParams(temperature=0.0, max_tokens=12, repetition_penalty=1.6, logprobs=2),
+    SamplingParams(seed=2, temperature=0.7, max_tokens=9, num_speculative_tokens=0),
+]
+
+
+class AnyChoice(DraftBudget):
+    """Chooses at random; learns as ever."""
+
+    rng: random.Random
+
+    def choose(self, slots: Counts, most: Counts, *, may_explore: bool) -> DraftChoice:
+        super().choose(slots, most, may_explore=may_explore)
+        if self.rng.random() < 0.25:
+            return DraftChoice(np.zeros_like(most), 0, 0, np.zeros(len(most)))
+        size = self.max_nodes or self.max_depth
+        number = self.rng.randint(0 if self.max_nodes else 1, size)
+        caps = [self.rng.randint(0, min(n, number)) for n in most.tolist()]
+        depth = self.rng.randint(1, self.max_depth)
+        if self.max_nodes is None:
+            number = depth = max(number, *caps, 1)
+        return DraftChoice(np.array(caps, dtype=np.int64), depth, number, np.zeros(len(most)))
+
+
+class Scripted(DraftBudget):
+    """Chooses what it is told, step by step, then the last of it."""
+
+    script: list[tuple[int, int, int]]  # cap, depth, drafts
+
+    def choose(self, slots: Counts, most: Counts, *, may_explore: bool) -> DraftChoice:
+        cap, depth, number = self.script[0] if len(self.script) == 1 else self.script.pop(0)
+        return DraftChoice(np.minimum(most, cap), depth, number, np.zeros(len(most)))
+
+
+@cache
+def target() -> TargetModel:
+    return SHALLOW.make_target()
+
+
+def jobs_of(count: int, seed: int = 1) -> list[Job]:
+    texts = prompts(count, seed=seed)
+    return [Job(p, PARAMS[(n + seed) % len(PARAMS)], joins=n // 2) for n, p in enumerate(texts)]
+
+
+def drafter_named(name: str, jobs: list[Job]) -> Drafter:
+    answers = naive.known(target(), jobs)
+    if name == "trees":
+        return drafters.ScriptedTrees(SHALLOW.make_head(target()), answers, (0, 1, 2, 7))
+    if name == "host":
+        return drafters.mixed(answers)
+    return drafters.ScriptedHead(SHALLOW.make_head(target(), name), drafters.Script(answers))
+
+
+def any_choice(engine: Engine, seed: int) -> None:
+    assert engine.budget is not None
+    engine.budget.__class__ = AnyChoice
+    assert isinstance(engine.budget, AnyChoice)
+    engine.budget.rng = random.Random(seed)
+
+
+@both_forms
+@pytest.mark.parametrize("name", ["trees", "p-eagle", "eagle3", "host"])
+def test_any_number_of_drafts_at_any_step_leaves_the_answers_alone(name: str, static: bool) -> None:
+    jobs = jobs_of(6)
+    nodes = 12 if name == "trees" else None
+    for seed in range(2):
+        engine = engines.make_engine(
+            target(), drafter_named(name, jobs), 4, static=static, nodes=nodes, auto=True
+        )
+        any_choice(engine, seed)
+        naive.check(target(), engines.run(engine, jobs), jobs)
+        assert engine.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=12)
+@given(
+    st.integers(0, 1000),
+    st.integers(2, 6),
+    st.integers(1, 20),
+    st.integers(40, 90),
+    st.sampled_from(["trees", "p-eagle", "eagle3"]),
+)
+def test_any_choice_under_preemption_leaves_the_answers_alone(
+    seed: int, k: int, nodes: int, room: int, name: str
+) -> None:
+    jobs = jobs_of(4, seed)
+    drafter = drafter_named(name, jobs)
+    options = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "max_model_len": 36}
+    options |= engines.room_for(room + nodes, target(), drafter)
+    for static in (False, True):
+        engine = engines.make_engine(
+            target(),
+            drafter,
+            k,
+            static=static,
+            nodes=nodes if name == "trees" else None,
+            auto=True,
+            **options,
+        )
+        any_choice(engine, seed)
+        naive.check(target(), engines.run(engine, jobs), jobs)
+
+
+@both_forms
+@pytest.mark.parametrize("name", ["trees", "eagle3"])
+def test_the_engines_own_choice_leaves_the_answers_alone(name: str, static: bool) -> None:
+    jobs = jobs_of(6, seed=3)
+    nodes = 12 if name == "trees" else None
+    drafter = drafter_named(name, jobs)
+    engine = engines.make_engine(target(), drafter, 4, static=static, nodes=nodes, auto=True)
+    requests = engines.run(engine, jobs)
+    naive.check(target(), requests, jobs)
+    stats = engine.stats
+    assert stats.num_offered_tokens >= stats.num_draft_tokens > 0
+    assert stats.num_expected_tokens > 0
+    assert sum(r.stats.num_offered_tokens for r in requests) == stats.num_offered_tokens
+    own = sum(r.stats.num_expected_tokens for r in requests)
+    assert own == pytest.approx(stats.num_expected_tokens)
+
+
+@both_forms
+@pytest.mark.parametrize(("name", "nodes"), [("p-eagle", None), ("p-eagle", 9), ("eagle3", None)])
+def test_a_drafter_that_paused_drafts_what_it_would_have_drafted(
+    name: str, nodes: int | None, static: bool
+) -> None:
+    """Its cache was kept up to date, prompts included."""
+    jobs = [Job(p, SamplingParams(temperature=0.0, max_tokens=20)) for p in prompts(3, seed=4)]
+    size = nodes or 4
+    awake, paused = (0, 4, size), (0, 0, 0)
+    found = []
+    for pause in ([awake] * 6, [paused] * 6, [awake, paused, awake, paused, paused, paused]):
+        drafter = head_drafter(SHALLOW.make_head(target(), name))
+        engine = engines.make_engine(target(), drafter, 4, static=static, nodes=nodes, auto=True)
+        assert engine.budget is not None
+        engine.budget.__class__ = Scripted
+        assert isinstance(engine.budget, Scripted)
+        engine.budget.script = [*pause, awake]
+        for n, job in enumerate(jobs):
+            engine.add_request(str(n), job.prompt, job.params)
+        for _ in range(9):
+            engine.step()
+        state = engine.runner.models.state
+        assert int(state.num_drafts[:3].min()) > 0
+        found.append((state.num_computed.tolist(), state.drafts[:3].tolist()))
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+
+
+def test_steps_without_drafts_do_not_sample_from_the_drafter() -> None:
+    job = Job(prompts(1)[0], SamplingParams(temperature=0.0, max_tokens=6))
+    engine = engines.make_engine(
+        target(), head_drafter(SHALLOW.make_head(target())), 4, nodes=9, auto=True
+    )
+    assert engine.budget is not None
+    engine.budget.__class__ = Scripted
+    assert isinstance(engine.budget, Scripted)
+    engine.budget.script = [(0, 0, 0)]
+    [request] = engines.run(engine, [job])
+    assert request.stats.num_drafts == 0
+    shapes = engines.watched(engine).shapes
+    assert all(shape.feeds and shape.depth == 0 for shape in shapes)
+
+
+def paths_of(engine: Engine, seen: list[tuple[int, list[int]]]) -> None:
+    assert engine.budget is not None
+    observe = engine.budget.observe
+
+    def watch(choice: DraftChoice, outcomes: object, seconds: float | None = None) -> None:
+        counts, paths = outcomes.num_drafts.tolist(), outcomes.paths.tolist()  # type: ignore[attr-defined]
+        seen.extend((n, [x for x in path if x]) for n, path in zip(counts, paths, strict=True))
+        observe(choice, outcomes, seconds)  # type: ignore[arg-type]
+
+    engine.budget.observe = watch  # type: ignore[method-assign, assignment]
+
+
+@both_forms
+def test_what_is_learned_are_the_nodes_that_were_accepted(static: bool) -> None:
+    """The right token is always the second candidate: node 1 is never on the path."""
+    jobs = [Job(p, SamplingParams(temperature=0.0, max_tokens=30)) for p in prompts(2, seed=3)]
+    drafter = drafters.ScriptedTrees(
+        SHALLOW.make_head(target()), naive.known(target(), jobs), ranks=(1,)
+    )
+    engine = engines.make_engine(target(), drafter, 3, static=static, nodes=20, auto=True)
+    seen: list[tuple[int, list[int]]] = []
+    paths_of(engine, seen)
+    requests = engines.run(engine, jobs)
+    accepted = sum(len(path) for _, path in seen)
+    assert accepted == pytest.approx(engine.stats.num_accepted_tokens, abs=6)  # ends are cut
+    assert accepted > 0
+    for count, path in seen:
+        assert path == sorted(path)
+        assert all(1 < node <= count for node in path)
+    naive.check(target(), requests, jobs)
+
+
+def test_an_unsure_request_has_fewer_drafts_than_a_sure_one() -> None:
+    """Rows are shared by the nodes' probabilities, which exact steps know."""
+    jobs = [Job(p, SamplingParams(temperature=0.0, max_tokens=40)) for p in prompts(2, seed=3)]
+
+    class OneSure(drafters.ScriptedTrees):
+        def _candidates(self, prompt: Sequence[int], position: int) -> list[int]:
+            tokens = super()._candidates(prompt, position)
+            return tokens[:1] if prompt == jobs[0].prompt else tokens
+
+    drafter = OneSure(SHALLOW.make_head(target()), naive.known(target(), jobs), (0,))
+    engine = engines.make_engine(target(), drafter, 4, nodes=12, auto=True)
+    sure, unsure = engines.run(engine, jobs)
+    naive.check(target(), [sure, unsure], jobs)
+    assert sure.stats.mean_acceptance_length > unsure.stats.mean_acceptance_length
+
+
+def test_rejection_keeps_a_fixed_number_of_drafts() -> None:
+    with pytest.raises(ConfigError, match="by coupling, not by rejection"):
+        Speculation(head_drafter(SHALLOW.make_head(target())), 4, "rejection", is_auto=True)
+
+
+def test_warming_up_takes_the_shapes_of_every_choice() -> None:
+    jobs = [Job(p, GREEDY, joins=n) for n, p in enumerate(prompts(8, seed=1))]
+    drafter = drafter_named("trees", jobs)
+    engine = engines.make_engine(target(), drafter, 4, static=True, nodes=12, auto=True)
+    common = set(engine.runner._common_shapes(engine._common_drafts, 2048))
+    engines.run(engine, jobs)
+    met = {s for s in engines.watched(engine).shapes if s.num_items == 0 and not s.feeds}
+    assert met <= common
+    assert {s.num_nodes for s in common if s.num_items == 0} == {1, 3, 7, 12}
+    with_prompts = {(s.batch, s.num_items): s.num_nodes for s in common if s.num_items}
+    assert len(with_prompts) == len({s for s in common if s.num_items})

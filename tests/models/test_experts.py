@@ -1,0 +1,82 @@
+"""Three forms of the experts' products agree: by expert, grouped, and every row through each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from peagle.models import experts as module
+from peagle.models.config import DecoderConfig
+from peagle.models.experts import Experts, MixtureOfExperts, Routing
+from peagle.models.target import TargetModel
+from tests.tiny.families import FAMILIES
+from tests.tiny.models import randomise
+from tests.tolerance import near
+
+
+def mixture(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> MixtureOfExperts:
+    # Multiples of 16 bytes, as the GPU's grouped product wants them.
+    sizes = {"hidden_size": 32, "intermediate_size": 48}
+    sizes |= {"moe_intermediate_size": 48} if name == "qwen3-moe" else {}
+    target = TargetModel(DecoderConfig.from_transformers(FAMILIES[name](**sizes)))
+    randomise(target, scale=0.3)
+    found = target.layers[0].mlp
+    assert isinstance(found, MixtureOfExperts)
+    return found.to(device, dtype).requires_grad_(False)
+
+
+def by_definition(experts: Experts, x: Tensor, routing: Routing) -> Tensor:
+    """Each row alone."""
+    return torch.cat(
+        [
+            experts._dense(row[None], Routing(index[None], weights[None]))
+            for row, index, weights in zip(x, *routing, strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3-moe"])
+@pytest.mark.parametrize("num_rows", [1, 3, 40])
+def test_all_forms_agree(name: str, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    block, x = mixture(name), torch.randn(num_rows, 32)
+    routing = block.router(x)
+    assert routing.experts.shape == (num_rows, 3)
+    if name == "gpt-oss":
+        assert torch.allclose(routing.weights.sum(-1), torch.ones(num_rows))
+    expected = by_definition(block.experts, x, routing)
+    tolerance = near(expected, terms=48)
+    torch.testing.assert_close(block(x), expected, **tolerance)
+    torch.testing.assert_close(block.experts._dense(x, routing), expected, **tolerance)
+    monkeypatch.setattr(module, "grouped_linear", module._by_grouped_mm)
+    torch.testing.assert_close(block(x), expected, **tolerance)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3-moe"])
+@torch.no_grad()
+def test_a_row_has_the_same_bits_beside_others(name: str) -> None:
+    block, x = mixture(name), torch.randn(9, 32)
+    module.lay_out_experts_for_cpu(block)
+    together = block.experts(x, block.router(x))
+    routing = block.router(x)
+    alone = [
+        block.experts(x[n : n + 1], Routing(*(r[n : n + 1] for r in routing))) for n in range(9)
+    ]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3-moe"])
+@torch.no_grad()
+def test_the_grouped_product_of_a_gpu_is_captured_and_agrees(name: str) -> None:
+    block, x = mixture(name, "cuda", torch.bfloat16), torch.randn(64, 32).cuda().bfloat16()
+    assert module._has_grouped_mm(x)
+    expected = block.experts._dense(x, block.router(x))
+    block(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = block(x)
+    x.copy_(x.flip(0))
+    graph.replay()
+    torch.testing.assert_close(out, expected.flip(0), rtol=0.05, atol=0.05)
