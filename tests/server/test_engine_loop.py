@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import threading
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,31 @@ def test_a_reader_that_falls_behind_gets_fewer_reports_and_every_token(llm: LLM)
     assert answer.token_ids == expected[: len(answer.token_ids)]
     ours.send(Abort(0))
     one_round(loop)
+
+
+def test_answers_in_progress_wait_for_their_turn_but_first_tokens_and_ends_do_not(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peagle.server.engine_loop.SECONDS_PER_CHUNK", 1e6)
+    ours, theirs = multiprocessing.Pipe()
+    loop = EngineLoop(llm, theirs)
+    keys: list[list[int]] = []
+    tokens: dict[int, list[int]] = {0: [], 1: []}
+    ours.send(Submit(0, [1, 2, 3], LONG))
+    for step in range(400):
+        one_round(loop)
+        if step == 4:
+            ours.send(Submit(1, [1, 2, 3], replace(LONG, max_tokens=40)))
+        while ours.poll():
+            news = ours.recv().news
+            keys.append([one.key for one in news])
+            for one in news:
+                tokens[one.key] += one.answers[0].token_ids
+        if not loop._open:
+            break
+    assert keys == [[0], [1], [1], [0]]
+    expected = llm.generate({"prompt_token_ids": [1, 2, 3]}, LONG)[0].outputs[0].token_ids
+    assert (tokens[0], tokens[1]) == (expected, expected[:40])
 
 
 def run_in_thread(theirs: Connection, make: Any) -> threading.Thread:

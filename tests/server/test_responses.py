@@ -6,11 +6,14 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from peagle.engine.prompts import TokenizedPrompt
 from peagle.sampling_params import SamplingParams
 from peagle.server.async_llm import Delta, Generation
-from peagle.server.responses import ChatWriter
+from peagle.server.protocol import StreamOptions
+from peagle.server.responses import AnswerWriter, ChatWriter, CompletionWriter
 from peagle.server.tool_calls import CLOSE, OPEN
 
 TEXT = f'I look it up.\n{OPEN}\n{{"name": "f", "arguments": {{"x": "é"}}}}\n{CLOSE}'
@@ -62,3 +65,21 @@ def test_an_answer_that_is_cut_keeps_its_reason_and_its_text() -> None:
     assert document.choices[0].finish_reason == "length"
     assert document.choices[0].message is not None
     assert document.choices[0].message.content == cut
+
+
+def plain_writer(kind: type[AnswerWriter], options: StreamOptions) -> AnswerWriter:
+    prompts = [TokenizedPrompt("p", [1, 2])]
+    generation = Generation(SamplingParams(n=2), prompts, [], lambda generation: None)
+    return kind("id", 'a "text" model', generation, None, options, created=7)
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.text(max_size=4)), max_size=6))
+@pytest.mark.parametrize("kind", [ChatWriter, CompletionWriter])
+def test_chunks_of_text_alone_are_those_that_the_protocol_s_models_write(
+    kind: type[AnswerWriter], told: list[tuple[int, str]]
+) -> None:
+    deltas = [Delta(choice, text, [1], [], None, None, None) for choice, text in told]
+    deltas += [Delta(choice, "end", [1], [], "stop", None, None) for choice in range(2)]
+    quick, full = (plain_writer(kind, StreamOptions()) for _ in range(2))
+    expected = "".join(event for one in deltas for event in full._full_events(one))
+    assert b"".join(quick.events([one]) for one in deltas) == expected.encode()

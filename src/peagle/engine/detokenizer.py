@@ -71,6 +71,7 @@ class Detokenizer:
     ) -> None:
         self.tokenizer = tokenizer
         self.stop = tuple(stop)
+        self._most_held = max(map(len, self.stop), default=1) - 1  # characters
         self.include_stop = include_stop
         self.skip_special_tokens = skip_special_tokens
         self.min_tokens = min_tokens
@@ -112,8 +113,7 @@ class Detokenizer:
     def stable_text(self) -> str:
         """Text that can be shown: no later token can make part of it a stop string."""
         text = self.text
-        longest = max((len(s) for s in self.stop), default=1) - 1
-        for held in range(min(longest, len(text)), 0, -1):
+        for held in range(min(self._most_held, len(text)), 0, -1):
             tail = text[-held:]
             if any(s.startswith(tail) for s in self.stop):
                 return text[:-held]

@@ -139,7 +139,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.llm.close()
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:
+    """Not a plain function: FastAPI would call that in a thread."""
     service: Service = request.app.state.service
     return service
 

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 GONE = Failed("the engine's process has ended")
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """What one answer got since it was last asked for."""
 
     choice: int
@@ -121,7 +120,7 @@ class Generation:
     error: ApiError | None = None
     timer: asyncio.TimerHandle | None = None
     _news: list[tuple[int, AnswerNews]] = field(default_factory=list)  # with the prompt's number
-    _has_news: asyncio.Event = field(default_factory=asyncio.Event)
+    _waiter: asyncio.Future[None] | None = None  # of the one that waits for news
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -134,8 +133,8 @@ class Generation:
     async def next(self) -> list[Delta]:
         """Waits for news; nothing once all answers are finished. Raises ApiError."""
         while not self._news and self.num_unfinished and self.error is None:
-            self._has_news.clear()
-            await self._has_news.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         if self.error is not None:
             raise self.error
         news, self._news = self._news, []
@@ -154,11 +153,16 @@ class Generation:
             self.num_cached_tokens += news.num_cached_tokens
             self.num_preemptions += news.num_preemptions
             self.num_unfinished -= 1
-        self._has_news.set()
+        self._wake()
 
     def fail(self, error: ApiError) -> None:
-        self.error = error
-        self._has_news.set()
+        """The first error is the one that counts."""
+        self.error = self.error or error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _delta(self, number: int, news: AnswerNews) -> Delta:
         if news.error is not None:

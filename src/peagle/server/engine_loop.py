@@ -5,7 +5,8 @@ many streams keeps one busy: in one process either would wait for the other. Mes
 by `multiprocessing`, between two processes of ours.
 
 What a step gave is not copied into messages until it is sent, so a reader that falls behind gets
-fewer and longer ones, and the engine never waits for it.
+fewer and longer ones, and the engine never waits for it. With many answers open, a report of all
+of them is not made after every step either; first tokens and ends are told at once.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from peagle.engine.request import TokenLogprobs
 
 WARM_UP = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+# Between two reports, for each answer of the last: some times what writing its chunk costs the
+# other side, which has to read requests, too. A hundred answers get chunks 20 ms apart.
+SECONDS_PER_CHUNK = 0.0002
 STATUS_SECONDS = 0.2  # between two EngineStatus while nothing finishes
 
 
@@ -125,6 +129,11 @@ class Open:
         self.has_reported_end = [False] * n
         self.tokens_per_step = [[] for _ in range(n)]
 
+    @property
+    def is_urgent(self) -> bool:
+        """Somebody waits for an answer's first token, or for its end."""
+        return 0 in self.num_reported or self.answers.finished
+
     def count_step(self) -> None:
         for n, answer in enumerate(self.answers.answers):
             new = answer.request.num_outputs - self.num_seen[n]
@@ -176,6 +185,7 @@ class EngineLoop:
         self._refused: list[Refused] = []
         self._has_aborted = False  # since the last report
         self._status_at = 0.0
+        self._due_at = 0.0  # when answers that are in progress are reported again
 
     def run(self) -> None:
         """Until the other side closes the connection."""
@@ -247,14 +257,20 @@ class EngineLoop:
     def _report(self) -> None:
         """Unless the reader is busy with earlier ones; there is a later chance while requests
         are open."""
-        has_news = self._changed or self._refused or self._has_aborted
+        is_due = time.monotonic() >= self._due_at
+        told = [request for request in self._changed.values() if is_due or request.is_urgent]
+        has_news = told or self._refused or self._has_aborted
         if not has_news or (self._open and not self._has_room()):
             return
-        news = [request.news() for request in self._changed.values()]
+        news = [request.news() for request in told]
+        for request in told:
+            del self._changed[request.key]
         has_ended = self._has_aborted or any(n.stats is not None for n in news)
         report = Report(news, self._refused, self._status(has_ended))
-        self._changed, self._refused, self._has_aborted = {}, [], False
+        self._refused, self._has_aborted = [], False
         self._connection.send(report)
+        if is_due:
+            self._due_at = time.monotonic() + SECONDS_PER_CHUNK * len(told)
 
     def _has_room(self) -> bool:
         """Whether the other side has read all that was sent. A report more, and a busy one would

@@ -6,8 +6,8 @@ import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 LOWEST_LOGPROB = -9999.0  # for -inf, which JSON has no word for; vLLM writes the same
 DONE = b"data: [DONE]\n\n"
 CLIENT_HAS_GONE = 499  # nobody reads it, but logs and metrics
+MARK = "text"
+encode_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
 @dataclass(eq=False)
@@ -54,6 +56,7 @@ class AnswerWriter(ABC):
     options: StreamOptions = field(default_factory=StreamOptions)
     shows_token_ids: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    _frames: dict[int, tuple[str, str]] = field(default_factory=dict)  # of choices that began
 
     @abstractmethod
     def chunk(self, delta: Delta) -> list[Completion] | list[ChatCompletion]:
@@ -68,19 +71,47 @@ class AnswerWriter(ABC):
         """A chunk that holds only figures."""
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
-        told = [delta for delta in deltas if self._says_something(delta)]
-        chunks = [chunk for delta in told for chunk in self.chunk(delta)]
+        """Nearly all chunks differ from the one before in their text alone: their JSON is made
+        once, and the text put into it."""
+        only_text, events = self._tells_only_text, []
+        for delta in deltas:
+            frame = self._frames.get(delta.choice)
+            if frame is None or not only_text or delta.finish_reason is not None:
+                events += self._full_events(delta)
+                if only_text and events:
+                    self._frames[delta.choice] = self._frame(delta.choice)
+            elif delta.text:
+                events.append(f"{frame[0]}{encode_json(delta.text)}{frame[1]}")
+        return "".join(events).encode()
+
+    @property
+    def _tells_only_text(self) -> bool:
+        """Chunks have nothing but text until an answer ends."""
+        usage = self.options.continuous_usage_stats and self.options.include_usage
+        return not (usage or self._shows_tokens or self.generation.shows_drafts)
+
+    def _full_events(self, delta: Delta) -> list[str]:
+        if not self._says_something(delta):
+            return []
+        chunks = self.chunk(delta)
         if self.options.continuous_usage_stats and self.options.include_usage:
             for chunk in chunks:
                 chunk.usage = self.usage()
-        return b"".join(map(_event, chunks))
+        return list(map(_event, chunks))
+
+    def _frame(self, choice: int) -> tuple[str, str]:
+        """What stands before and after the text in the chunks of an answer that has begun."""
+        (chunk,) = self.chunk(Delta(choice, MARK, [], [], None, None, None))
+        before, _, after = _event(chunk).rpartition(encode_json(MARK))
+        return before, after
 
     def last_events(self) -> bytes:
+        """After all answers have ended."""
         if not self.options.include_usage:
             return DONE
         chunk = self.without_choices()
         chunk.usage, chunk.metrics = self.usage(), self.metrics()
-        return _event(chunk) + DONE
+        return _event(chunk).encode() + DONE
 
     def usage(self) -> Usage:
         generation = self.generation
@@ -108,8 +139,11 @@ class AnswerWriter(ABC):
 
     def _says_something(self, delta: Delta) -> bool:
         """Not if its text may still become a stop string, or is not a whole character."""
-        shows_tokens = self.shows_token_ids or self.generation.params.logprobs is not None
-        return bool(delta.text) or delta.finish_reason is not None or shows_tokens
+        return bool(delta.text) or delta.finish_reason is not None or self._shows_tokens
+
+    @property
+    def _shows_tokens(self) -> bool:
+        return self.shows_token_ids or self.generation.params.logprobs is not None
 
     def _extras(self, delta: Delta) -> dict[str, Any]:
         """vLLM's keys of a choice, and ours."""
@@ -201,6 +235,10 @@ class ChatWriter(AnswerWriter):
     is_call: bool = False  # the whole answer
     _tool_readers: dict[int, ToolCallReader] = field(default_factory=dict)
     _started: set[int] = field(default_factory=set)
+
+    @property
+    def _tells_only_text(self) -> bool:
+        return not self.reads_tools and super()._tells_only_text
 
     def chunk(self, delta: Delta) -> list[ChatCompletion]:
         chunks = []
@@ -294,70 +332,65 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, writer: AnswerWriter, first: Sequence[Delta]) -> None:
+    def __init__(
+        self, writer: AnswerWriter, first: Sequence[Delta], watching: asyncio.Task[None]
+    ) -> None:
         self.status_code, self.background = 200, None
         self.init_headers()
-        self._writer, self._first = writer, first
+        self._writer, self._first, self._watching = writer, first, watching
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_disconnected(receive, self._stream(send))
+            await self._stream(send)
         finally:
+            self._watching.cancel()
             self._writer.generation.close()
 
     async def _stream(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        deltas: Sequence[Delta] = self._first
+        writer, generation = self._writer, self._writer.generation
+        events = writer.events(self._first)
         try:
-            while deltas:
-                if events := self._writer.events(deltas):
+            while not generation.finished:
+                if events:
                     await _send_body(send, events)
-                deltas = await self._writer.generation.next()
-            last = self._writer.last_events()
+                events = writer.events(await generation.next())
+            events += writer.last_events()
         except ApiError as error:  # the status is sent; clients know this form
-            last = b"data: " + json.dumps(error.document).encode() + b"\n\n" + DONE
-        await _send_body(send, last, more=False)
+            events = b"data: " + json.dumps(error.document).encode() + b"\n\n" + DONE
+        await _send_body(send, events, more=False)
 
 
 async def respond(writer: AnswerWriter, receive: Receive, *, stream: bool) -> Response:
     """The whole answer, or a stream once its first tokens are there, so that a refusal has a
     status of its own. Closes the generation unless a stream goes on with it."""
     generation, streams = writer.generation, False
+    watching = asyncio.create_task(_fail_when_disconnected(receive, generation))
     try:
-        work = generation.next() if stream else _all_deltas(generation)
-        deltas = await unless_disconnected(receive, work)
-        if deltas is None:
-            return Response(status_code=CLIENT_HAS_GONE)
-        streams = stream
-        return EventStream(writer, deltas) if stream else _json(writer.whole(deltas))
+        if not stream:
+            return _json(writer.whole(await _all_deltas(generation)))
+        first = await generation.next()
+        streams = True
+        return EventStream(writer, first, watching)
     finally:
         if not streams:
+            watching.cancel()
             generation.close()
 
 
-async def unless_disconnected(receive: Receive, work: Awaitable[Any]) -> Any:
-    """The result, or None where the client went away before. The body must have been read."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        watching.cancel()
-        working.cancel()
-
-
-async def _disconnected(receive: Receive) -> None:
+async def _fail_when_disconnected(receive: Receive, generation: Generation) -> None:
+    """The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
+    generation.fail(ApiError(CLIENT_HAS_GONE, "the client has gone"))
 
 
 async def _all_deltas(generation: Generation) -> list[Delta]:
     """One for each answer, in order."""
     whole: dict[int, Delta] = {}
-    while deltas := await generation.next():
-        for delta in deltas:
+    while not generation.finished:
+        for delta in await generation.next():
             before = whole.get(delta.choice)
             whole[delta.choice] = delta if before is None else _joined(before, delta)
     return [whole[choice] for choice in sorted(whole)]
@@ -365,8 +398,7 @@ async def _all_deltas(generation: Generation) -> list[Delta]:
 
 def _joined(before: Delta, delta: Delta) -> Delta:
     drafts = None if delta.drafts is None else [*(before.drafts or ()), *delta.drafts]
-    return replace(
-        delta,
+    return delta._replace(
         text=before.text + delta.text,
         token_ids=before.token_ids + delta.token_ids,
         logprobs=before.logprobs + delta.logprobs,
@@ -378,8 +410,8 @@ async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-def _event(document: Completion | ChatCompletion) -> bytes:
-    return b"data: " + document.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+def _event(document: Completion | ChatCompletion) -> str:
+    return f"data: {document.model_dump_json(exclude_unset=True)}\n\n"
 
 
 def _json(document: Completion | ChatCompletion) -> Response:
