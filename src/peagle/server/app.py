@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -166,7 +165,7 @@ async def chat_completions(
         body.messages, body.tools, body.chat_template_kwargs
     )
     writer = ChatWriter(
-        f"chatcmpl-{uuid.uuid4().hex}",
+        f"chatcmpl-{request.state.request_id}",
         service.names[0],
         service.generate(request, body, [prompt], params),
         service.renderer.tokenizer,
@@ -186,7 +185,7 @@ async def completions(body: CompletionRequest, request: Request, service: Served
     params = completion_params(body, service.config)
     prompts = await service.renderer.completion(body)
     writer = CompletionWriter(
-        f"cmpl-{uuid.uuid4().hex}",
+        f"cmpl-{request.state.request_id}",
         service.names[0],
         service.generate(request, body, prompts, params),
         service.renderer.tokenizer,

@@ -1,13 +1,15 @@
 """Open requests of many clients, for one event loop: the HTTP side of the engine's loop.
 
-Everything here runs in the event loop's thread, but for sending: a long prompt may fill the
+Everything here runs in the event loop's thread, but for sending long commands: one may fill the
 connection's buffer, and the loop has to read meanwhile, or both sides would wait for each other.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import pickle
 import queue
 import threading
 import time
@@ -30,6 +32,7 @@ from peagle.server.engine_loop import (
     Report,
     RequestNews,
     Submit,
+    num_unread,
 )
 from peagle.server.errors import ApiError
 from peagle.speculation.statistics import SpecDecodeStats
@@ -37,6 +40,7 @@ from peagle.speculation.statistics import SpecDecodeStats
 if TYPE_CHECKING:
     from peagle.engine.request import TokenLogprobs
 
+MAX_DIRECT_BYTES = 1 << 16  # unread commands that surely fit into the connection's buffer
 GONE = Failed("the engine's process has ended")
 
 
@@ -198,7 +202,8 @@ class AsyncLLM:
         self._keys = itertools.count()
         self._open: dict[int, tuple[Generation, int]] = {}  # with the prompt's number
         self._num_answers = 0
-        self._to_send: queue.SimpleQueue[Submit | Abort | None] = queue.SimpleQueue()
+        self._to_send: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._num_to_send = 0
         self._sender = threading.Thread(target=self._send_all, daemon=True)
         self._changed = asyncio.Event()
         self.ready: Ready | None = None
@@ -206,8 +211,9 @@ class AsyncLLM:
         self.status = EngineStatus(0, 0, 0, 0, 0, SpecDecodeStats())
 
     def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._sender.start()
-        asyncio.get_running_loop().add_reader(self._connection.fileno(), self._read)
+        self._loop.add_reader(self._connection.fileno(), self._read)
 
     def close(self) -> None:
         """Ends the engine's loop. Requests that are open fail."""
@@ -263,7 +269,7 @@ class AsyncLLM:
             key = next(self._keys)
             generation.keys.append(key)
             self._open[key] = generation, number
-            self._to_send.put(Submit(key, prompt.token_ids, params))
+            self._send(Submit(key, prompt.token_ids, params))
         loop = asyncio.get_running_loop()
         generation.timer = loop.call_later(self._timeout, self._expire, generation)
         return generation
@@ -331,14 +337,16 @@ class AsyncLLM:
             generation.fail(ApiError(500, "the engine has stopped"))
 
     def _expire(self, generation: Generation) -> None:
+        """Whoever writes the answer may be waiting for its client: the engine goes on without."""
         if generation.num_unfinished:
             message = f"the answer took longer than {self._timeout:g} seconds"
             generation.fail(ApiError(504, message, code="timeout"))
+            self._cancel(generation)
 
     def _cancel(self, generation: Generation) -> None:
         for key in generation.keys:
             if key in self._open:
-                self._to_send.put(Abort(key))
+                self._send(Abort(key))
                 self._forget(key)
         if generation.timer is not None:
             generation.timer.cancel()
@@ -347,13 +355,29 @@ class AsyncLLM:
         generation, _ = self._open.pop(key)
         self._num_answers -= generation.params.n
 
-    def _send_all(self) -> None:
-        """The sender's thread. A connection that breaks is noticed by the reader."""
-        while (command := self._to_send.get()) is not None:
-            try:
-                self._connection.send(command)
-            except OSError:
+    def _send(self, command: Submit | Abort) -> None:
+        """In order. At once where that cannot wait: to wake a thread takes longer, and it would
+        compete with this one."""
+        message = pickle.dumps(command)
+        with contextlib.suppress(OSError):  # a connection that breaks is noticed by the reader
+            unread = num_unread(self._connection) + len(message)
+            if not self._num_to_send and unread <= MAX_DIRECT_BYTES:
+                self._connection.send_bytes(message)
                 return
+        self._num_to_send += 1
+        self._to_send.put(message)
+
+    def _send_all(self) -> None:
+        """The sender's thread."""
+        while (message := self._to_send.get()) is not None:
+            try:
+                self._connection.send_bytes(message)
+                self._loop.call_soon_threadsafe(self._has_sent)
+            except (OSError, RuntimeError):  # closed: the connection, the event loop
+                return
+
+    def _has_sent(self) -> None:
+        self._num_to_send -= 1
 
 
 def _refusal(refused: Refused) -> ApiError:

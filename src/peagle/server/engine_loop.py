@@ -273,10 +273,9 @@ class EngineLoop:
             self._due_at = time.monotonic() + SECONDS_PER_CHUNK * len(told)
 
     def _has_room(self) -> bool:
-        """Whether the other side has read all that was sent. A report more, and a busy one would
-        read many short ones where a long one costs hardly more than each."""
-        unread = fcntl.ioctl(self._connection.fileno(), termios.TIOCOUTQ, bytes(4))
-        return not any(unread)
+        """A report more, and a busy reader would read many short ones where a long one costs
+        hardly more than each."""
+        return not num_unread(self._connection)
 
     def _status(self, due: bool) -> EngineStatus | None:
         now = time.monotonic()
@@ -292,6 +291,11 @@ class EngineLoop:
             engine.scheduler.prefix_cache_stats.hits,
             self._llm.stats,
         )
+
+
+def num_unread(connection: Connection) -> int:
+    """Bytes that were sent and that the other side has not read, the kernel's own included."""
+    return int.from_bytes(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)), "little")
 
 
 def run_engine(connection: Connection, make: Callable[[], LLM]) -> None:

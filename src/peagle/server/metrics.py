@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from peagle.outputs import FinishReason
 from peagle.server.async_llm import AsyncLLM, Generation
 from peagle.server.engine_loop import RequestNews
 
@@ -24,6 +26,7 @@ LONG = (
 )
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 COUNTS = (1, 2, 5, 10, 20)
+METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 
 
 class ServerMetrics:
@@ -37,12 +40,16 @@ class ServerMetrics:
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens.")
         self.generation_tokens = self._counter("vllm:generation_tokens", "Output tokens.")
         self.num_preemptions = self._counter("vllm:num_preemptions", "Preempted requests.")
-        self._success = Counter(
+        success = Counter(
             "vllm:request_success",
             "Answers by how they ended.",
             [*self._labels, "finished_reason"],
             registry=self.registry,
         )
+        self._success = {
+            reason: success.labels(**self._labels, finished_reason=reason)
+            for reason in get_args(FinishReason)
+        }
         seconds = (
             ("vllm:time_to_first_token_seconds", "Arrival to first token.", SHORT),
             ("vllm:inter_token_latency_seconds", "Between two reports of tokens, each.", SHORT),
@@ -88,7 +95,7 @@ class ServerMetrics:
             self._observe_tokens(generation, now, num_tokens)
         for answer in news.answers:
             if answer.finish_reason is not None:
-                self._success.labels(**self._labels, finished_reason=answer.finish_reason).inc()
+                self._success[answer.finish_reason].inc()
         if not generation.num_unfinished:
             self._observe_end(generation, now)
 
@@ -119,6 +126,8 @@ class ServerMetrics:
                 self._add("vllm:request_time_per_output_token_seconds", per_token)
 
     def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """A method that no route has is not named: a client may make up as many as it likes."""
+        method = method if method in METHODS else "other"
         self._http_requests.labels(handler, method, str(status)).inc()
         self._http_seconds.labels(handler, method).observe(seconds)
 
