@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from peagle.server.config import ServerConfig, read_api_key
 from peagle.server.guards import JsonLines
 
 from .conftest import make_llm
-from .running import RunningServer, running_server, wait_for
+from .running import PATIENCE, RunningServer, running_server, wait_for
 
 SECRET = "a prompt that nobody else may read"
 KEY = "secret-key"
@@ -99,6 +100,55 @@ def test_a_body_in_pieces_is_limited_too(guarded: RunningServer) -> None:
     assert answer.status_code == 413
 
 
+def test_a_body_that_comes_too_slowly_is_408(
+    guarded: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peagle.server.guards.BODY_SECONDS", 0.05)
+    with socket.create_connection(address(guarded), timeout=PATIENCE) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            b"Authorization: Bearer " + KEY.encode() + b"\r\nContent-Length: 50\r\n\r\n{"
+        )
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize(
+    "sent", [[b""], [b"GET /health"], [b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n", b"GET /"]]
+)
+def test_a_connection_without_a_whole_request_is_closed(
+    guarded: RunningServer, monkeypatch: pytest.MonkeyPatch, sent: list[bytes]
+) -> None:
+    monkeypatch.setattr("peagle.server.serving.KEEP_ALIVE", 0.1)
+    with socket.create_connection(address(guarded), timeout=10) as connection:
+        connection.sendall(sent[0])
+        for piece in sent[1:]:
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+            connection.sendall(piece)
+        while connection.recv(4096):
+            pass
+
+
+def address(running: RunningServer) -> tuple[str, int]:
+    url = httpx.URL(running.url)
+    assert url.port is not None
+    return url.host, url.port
+
+
+def test_too_many_prompts_are_refused_before_they_are_read(
+    guarded: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(text: str, add_special_tokens: bool) -> Any:
+        raise AssertionError("it was read")
+
+    monkeypatch.setattr(guarded.service.renderer, "encode", fail)
+    with guarded.client() as client:
+        for prompt in (["a"] * 5, [[1]] * 5):
+            answer = client.post("/v1/completions", json={"prompt": prompt})
+            assert answer.status_code == 400
+        ids = client.post("/v1/completions", json={"prompt": [1] * 5, "max_tokens": 1})
+        assert ids.status_code == 200
+
+
 def test_only_json_is_read_so_that_forms_of_other_sites_do_nothing(guarded: RunningServer) -> None:
     with guarded.client() as client:
         content = json.dumps({"prompt": "a", "max_tokens": 1})
@@ -167,6 +217,16 @@ def test_only_named_origins_may_call(guarded: RunningServer, server: RunningServ
     assert allowed(guarded, "https://page.example") == "https://page.example"
     assert allowed(guarded, "https://other.example") is None
     assert allowed(server, "https://page.example") is None
+
+
+def test_a_browser_may_ask_without_the_key_what_it_may_send(guarded: RunningServer) -> None:
+    headers = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+    headers |= {"Access-Control-Request-Headers": "authorization"}
+    with httpx.Client(base_url=guarded.url) as stranger:
+        answer = stranger.options("/v1/completions", headers=headers)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-headers"] == "authorization"
+        assert stranger.post("/v1/completions", headers=headers).status_code == 401
 
 
 def test_a_local_server_answers_to_local_names_alone(server: RunningServer) -> None:

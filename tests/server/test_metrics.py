@@ -53,6 +53,15 @@ def test_tokens_and_times_are_counted_once_per_request(server: RunningServer) ->
     assert after["vllm:kv_cache_usage_perc"] == 0
 
 
+def test_methods_that_clients_make_up_add_no_series(server: RunningServer) -> None:
+    with server.client() as client:
+        for number in range(3):
+            assert client.request(f"MADE{number}", "/health").status_code == 405
+        page = client.get("/metrics").text
+    assert 'method="other"' in page
+    assert "MADE" not in page
+
+
 def test_warming_up_is_not_counted(model_folder: Path, head_folder: Path) -> None:
     drafter = SpeculativeConfig.from_mapping({"model": str(head_folder)})
     llm = warm_llm(str(model_folder), EngineConfig(device="cpu", max_num_seqs=2), drafter)

@@ -69,6 +69,14 @@ class Service:
             message = f"the model does not exist; this server has {self.names[0]}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
+    def check_num_answers(self, body: CompletionRequest) -> None:
+        """Before the prompts are read, which may be very many."""
+        is_many = isinstance(body.prompt, list) and not isinstance((body.prompt or [0])[0], int)
+        num_answers = body.n * (len(body.prompt) if is_many else 1)
+        if num_answers > self.config.max_n:
+            most = self.config.max_n
+            raise ApiError(400, f"{num_answers} answers are asked for; the most are {most}")
+
     def generate(
         self,
         request: Request,
@@ -77,10 +85,7 @@ class Service:
         params: SamplingParams,
     ) -> Generation:
         """Opens the request, if the engine can serve it."""
-        ready, num_answers = self.ready, len(prompts) * params.n
-        if num_answers > self.config.max_n:
-            most = self.config.max_n
-            raise ApiError(400, f"{num_answers} answers are asked for; the most are {most}")
+        ready = self.ready
         for prompt in prompts:
             _check_length(prompt, ready)
             check_tokens(
@@ -109,13 +114,6 @@ def make_app(service: Service, api_key: str | None = None) -> FastAPI:
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
     config = service.config
-    if config.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.allowed_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-        )
     app.add_middleware(
         Guards,
         api_key=api_key,
@@ -124,6 +122,13 @@ def make_app(service: Service, api_key: str | None = None) -> FastAPI:
         log_requests=config.log_requests,
         observe=service.metrics.observe_http,
     )
+    if config.allowed_origins:  # outside: a browser asks first, and sends no key with that
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
     return app
 
 
@@ -183,6 +188,7 @@ async def completions(body: CompletionRequest, request: Request, service: Served
     """The text that follows a prompt."""
     service.check_model(body.model)
     params = completion_params(body, service.config)
+    service.check_num_answers(body)
     prompts = await service.renderer.completion(body)
     writer = CompletionWriter(
         f"cmpl-{request.state.request_id}",
@@ -232,7 +238,7 @@ async def tokenize(body: TokenizeRequest, service: Served) -> TokenizeResponse:
     tokens, length = prompt.token_ids, service.ready.max_model_len
     answer = TokenizeResponse(count=len(tokens), max_model_len=length, tokens=tokens)
     if body.return_token_strs:
-        answer.token_strs = [renderer.decode([token]) for token in tokens]
+        answer.token_strs = await renderer.decode_each(tokens)
     return answer
 
 
@@ -243,7 +249,7 @@ async def detokenize(body: DetokenizeRequest, service: Served) -> DetokenizeResp
     size = service.ready.vocab_size
     if any(token >= size for token in body.tokens):
         raise ApiError(400, f"a token id is not in the vocabulary of {size}", param="tokens")
-    return DetokenizeResponse(prompt=service.renderer.decode(body.tokens))
+    return DetokenizeResponse(prompt=await service.renderer.decode(body.tokens))
 
 
 @router.get("/health", responses={503: {"model": ErrorAnswer}})

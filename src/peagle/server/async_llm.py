@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from peagle.engine.request import TokenLogprobs
 
 MAX_DIRECT_BYTES = 1 << 16  # unread commands that surely fit into the connection's buffer
+JOIN_SECONDS = 2.0
 GONE = Failed("the engine's process has ended")
 
 
@@ -220,7 +221,7 @@ class AsyncLLM:
         if self.failure is None:
             self._fail(Failed("the server is shutting down"))
         self._to_send.put(None)
-        self._sender.join()
+        self._sender.join(JOIN_SECONDS)  # an engine that hangs reads no more
         self._connection.close()
 
     def check_ready(self) -> None:
@@ -373,7 +374,7 @@ class AsyncLLM:
             try:
                 self._connection.send_bytes(message)
                 self._loop.call_soon_threadsafe(self._has_sent)
-            except (OSError, RuntimeError):  # closed: the connection, the event loop
+            except (OSError, TypeError, RuntimeError):  # closed, before or while we wrote
                 return
 
     def _has_sent(self) -> None:

@@ -5,6 +5,7 @@ Plain ASGI: what wraps every chunk of a stream has to be cheap.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
@@ -26,6 +27,7 @@ logger = logging.getLogger("peagle.server")
 OPEN_PATHS = ("/", "/health", "/version")  # without a key
 POLLED = ("/health", "/metrics")  # by machines, all the time
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+BODY_SECONDS = 60.0  # for a request's body to arrive
 REQUEST_ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
 HEADERS = (
     (b"x-content-type-options", b"nosniff"),
@@ -87,12 +89,18 @@ class Guards:
         return ApiError(413, f"the body is longer than {self.max_body_bytes} bytes")
 
     def _limited(self, receive: Receive) -> Receive:
-        """A body may come in pieces, without saying how long it is."""
-        num_bytes = 0
+        """A body may come in pieces, without saying how long it is, and slowly."""
+        num_bytes, is_whole = 0, False
+        until = asyncio.get_running_loop().time() + BODY_SECONDS
 
         async def limited() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, is_whole
+            try:
+                async with asyncio.timeout_at(None if is_whole else until):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"the body took longer than {BODY_SECONDS:g} s") from None
+            is_whole = not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
             if num_bytes > self.max_body_bytes:
                 raise HTTPException(413, self._too_long().message)

@@ -16,7 +16,8 @@ from peagle.server.errors import ApiError
 from peagle.server.protocol import CompletionRequest, Message, Tool
 from peagle.server.tool_calls import OPEN
 
-LONG = 20_000  # characters: tokenizing more than that must not hold up the event loop
+LONG = 20_000  # characters or tokens: more than that must not hold up the event loop
+MESSAGE = 20  # characters that a template writes around a message
 # Variables of templates that are not for a request to set.
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception"}
 RESERVED |= {"strftime_now", "namespace", "bos_token", "eos_token", "unk_token", "pad_token"}
@@ -90,7 +91,7 @@ class PromptRenderer:
         if tools:
             options["tools"] = [tool.model_dump(exclude_unset=True) for tool in tools]
         shown = [_as_shown(message) for message in messages]
-        length = sum(len(message["content"]) for message in shown)
+        length = sum(len(message["content"]) + MESSAGE for message in shown)
         rendered = await _aside(length, lambda: self._render(shown, options))
         return self._reader.read(rendered)
 
@@ -105,9 +106,13 @@ class PromptRenderer:
                 hint="check roles and contents",
             ) from error
 
-    def decode(self, token_ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(token_ids)
+    async def decode(self, token_ids: list[int]) -> str:
+        text: str = await _aside(len(token_ids), lambda: self.tokenizer.decode(token_ids))
         return text
+
+    async def decode_each(self, token_ids: list[int]) -> list[str]:
+        decode = self.tokenizer.decode
+        return await _aside(len(token_ids), lambda: [decode([token]) for token in token_ids])
 
 
 async def _aside(length: int, work: Callable[[], _Result]) -> _Result:

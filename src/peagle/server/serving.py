@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from peagle.checkpoints.references import load_tokenizer, resolve_model
 from peagle.config import EngineConfig, SpeculativeConfig
@@ -116,6 +117,33 @@ def engine_connection(
             process.join()
 
 
+class HttpConnection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+    """One that sends no whole head of a request in time is closed: it costs a client nothing to
+    open very many of them."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._closing = self.loop.call_later(KEEP_ALIVE, self._close)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_answering():
+            self._closing.cancel()
+        elif self._closing.cancelled():
+            self._closing = self.loop.call_later(KEEP_ALIVE, self._close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closing.cancel()
+        super().connection_lost(exc)
+
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _close(self) -> None:
+        if not self._is_answering():
+            self.transport.close()
+
+
 class HttpServer(uvicorn.Server):
     """Drains on the first signal, ends at once on the second; ends, too, when the engine has."""
 
@@ -154,6 +182,9 @@ class HttpServer(uvicorn.Server):
 def uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=HttpConnection,
+        ws="none",
+        proxy_headers=False,
         log_config=None,
         access_log=False,
         server_header=False,
