@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
         summary = cell["summary"]
         name = f"{cell['method']} K = {cell['num_speculative_tokens']}"
         print(
-            f"{name:12} {summary['otps']['mean']:6.1f} tokens/s", summary["acceptance_length"] or ""
+            f"{name:12} {summary['otps']['value']:6.1f} tokens/s", summary["acceptance_length"] or ""
         )
     print("answers that differ from plain decoding's:", results["lossless"]["different"])
 
