@@ -340,7 +340,7 @@ def test_two_workloads_of_one_name_are_refused(model: str, prompts: str, tmp_pat
 
 
 def test_two_grids_do_not_share_a_folder(model: str, prompts: str, tmp_path: Path) -> None:
-    with Store(tmp_path).opened(overwrite=False), pytest.raises(ConfigError, match="another"):
+    with Store(tmp_path).opened(overwrite=False), pytest.raises(OutputError, match="another"):
         run_grid(model=model, workload=prompts, out=str(tmp_path))
 
 
