@@ -227,7 +227,7 @@ def test_answers_and_known_blocks_are_right_with_all_features(setting: Setting) 
 
 
 @pytest.mark.slow
-@settings(max_examples=60, phases=[Phase.generate])
+@settings(max_examples=30, phases=[Phase.generate])
 @given(SETTINGS)
 def test_answers_and_known_blocks_are_right_with_all_features_at_length(setting: Setting) -> None:
     check_setting(setting._replace(seed=setting.seed + 10_000), 6)
