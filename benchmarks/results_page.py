@@ -250,10 +250,17 @@ def losses(report: Json, ratios: Callable[[Json, str], dict[int, Interval]]) -> 
 
 
 def over_eagle3(report: Json, workload: str) -> dict[int, Interval]:
-    """P-EAGLE's best, be it a chain or a tree."""
-    chains, trees = (best_speeds(report, workload, kind) for kind in (CHAINS, TREES))
-    best = {n: max(speed, trees.get(n, speed), key=gained) for n, speed in chains.items()}
+    best = best_of_p_eagle(report, workload)
     return compared(report, workload, best, best_speeds(report, workload, EAGLE3))
+
+
+def best_of_p_eagle(report: Json, workload: str) -> dict[int, Speed]:
+    """By number of streams, be it a chain, a tree or what the engine chooses."""
+    chains, *others = (best_speeds(report, workload, kind) for kind in (CHAINS, TREES, AUTO))
+    return {
+        n: max(speed, *(other.get(n, speed) for other in others), key=gained)
+        for n, speed in chains.items()
+    }
 
 
 def trees_over_chains(report: Json, workload: str) -> dict[int, Interval]:
@@ -293,10 +300,16 @@ def speeds_of(report: Json, workload: str, kind: Kind) -> Iterable[tuple[Speed, 
         yield Speed(otps, gains(speeds)[setting], setting), streams
 
 
+def steady_speeds(cell: Json) -> dict[int, float]:
+    """By repeat; those in which graphs were captured only where there are no others."""
+    steady = {n: r["otps"] for n, r in enumerate(cell["repeats"]) if not r.get("num_compiled")}
+    return steady or {n: r["otps"] for n, r in enumerate(cell["repeats"])}
+
+
 def speeds_at(report: Json, workload: str, streams: int) -> dict[Setting, dict[int, float]]:
     """Of every setting that was measured there, by repeat."""
     return {
-        setting_of(cell): {n: repeat["otps"] for n, repeat in enumerate(cell["repeats"])}
+        setting_of(cell): steady_speeds(cell)
         for cell in report["cells"]
         if (cell["workload"], cell["concurrency"]) == (workload, streams)
     }

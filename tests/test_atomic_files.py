@@ -193,6 +193,7 @@ def test_a_file_system_without_locks_is_written_without_one(
     monkeypatch.setattr(fcntl, "flock", flock)
     with held_folder(tmp_path / "out"):
         write_atomic(tmp_path / "out" / "f", "x")
+    assert (tmp_path / "out" / "f").read_text() == "x"
 
 
 @pytest.mark.parametrize(

@@ -152,20 +152,30 @@ def test_the_page_of_deployments_says_which_instance_a_pair_runs_on(name: str) -
     assert f"| `{name}` | {jumpstart} | {plan.instance_type} |\n" in page
 
 
-def test_trees_have_rows_and_bars_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_and_what_the_engine_chooses_have_rows_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     page = script("benchmarks/results_page.py", monkeypatch)
-    plot = script("benchmarks/speed_plot.py", monkeypatch)
     report = page.bench_report(page.H200)
-    chains = [c for w in page.WORKLOADS for c in page.cells_of(report, w, page.CHAINS)]
-    few = [c for c in chains if c["num_speculative_tokens"] == 7 and c["concurrency"] < 32]
-    with_trees = report | {"cells": [*report["cells"], *(c | {"num_draft_nodes": 31} for c in few)]}
-    for module in (page, plot):
-        monkeypatch.setattr(module, "bench_report", lambda name: with_trees)
-    (row,) = [r for r in page.readme_table().splitlines() if "HumanEval, P-EAGLE trees" in r]
-    assert row.count("x)") == 2, "of 1 and of 8 streams"
-    assert "HumanEval with 1 stream (" in page.where_it_loses(with_trees), "K = 11 is faster there"
-    assert "| HumanEval, K = 7, N = 31 |" in page.speed_on_a_gpu()
-    assert all("P-EAGLE trees" in drawing for drawing in plot.images().values())
+    everything = page.readme_table()
+    for words in ("HumanEval, P-EAGLE trees", "HumanEval, P-EAGLE, auto"):
+        (row,) = [r for r in everything.splitlines() if words in r]
+        assert row.count("x)") == 4, "of each number of streams"
+    chains = report | {
+        "cells": [c for c in report["cells"] if not (c.get("num_draft_nodes") or c.get("is_auto"))]
+    }
+    monkeypatch.setattr(page, "bench_report", lambda name: chains if name == page.H200 else report)
+    monkeypatch.setattr(page, "peagle", lambda *_: {"by_load": []})
+    assert "trees |" not in page.readme_table()
+
+
+def test_a_repeat_that_captured_graphs_counts_only_where_there_is_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = script("benchmarks/results_page.py", monkeypatch)
+    repeats = [{"otps": 900.0, "num_compiled": 4}, {"otps": 20000.0, "num_compiled": 0}]
+    assert page.steady_speeds({"repeats": repeats}) == {1: 20000.0}
+    assert page.steady_speeds({"repeats": repeats[:1]}) == {0: 900.0}
 
 
 def test_picture_says_what_was_measured_and_shows_one_answer_twice(

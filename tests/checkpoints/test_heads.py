@@ -390,6 +390,10 @@ def test_a_drafter_of_the_heads_own_method_is_made(target: TargetModel, folder: 
         assert head_drafter(network, config).method == "p-eagle"
     speculation = load_speculation(SpeculativeConfig(model=str(folder)), target)
     assert speculation is not None
+    assert speculation.is_auto
+    fixed = SpeculativeConfig(model=str(folder), speculation="fixed")
+    speculation = load_speculation(fixed, target)
+    assert speculation is not None
     assert speculation.num_speculative_tokens == 5  # the head's advice
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from peagle.checkpoints.heads import exporting
 from peagle.checkpoints.heads.exporting import choose_mask_token, export_head
 from peagle.errors import HeadError, PeagleError
 from peagle.models.target import TargetModel
@@ -251,7 +250,14 @@ def test_a_crash_while_exporting_leaves_nothing_behind(
     model: Path, target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = native(tmp_path / "head", target, None)
-    monkeypatch.setattr(exporting.shutil, "copymode", lambda *_, **__: 1 / 0)  # the last act
+    write = Path.write_text
+
+    def crash(path: Path, *arguments: Any, **options: Any) -> int:
+        if path.name == "config.json":  # the last act
+            raise ZeroDivisionError
+        return write(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "write_text", crash)
     with pytest.raises(ZeroDivisionError):
         export(head, model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == [head]

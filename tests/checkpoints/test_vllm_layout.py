@@ -148,7 +148,9 @@ OTHER_VALUES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(HeadConfig)])
+@pytest.mark.parametrize(
+    "name", [field.name for field in fields(HeadConfig) if field.name != "correction_size"]
+)
 def test_no_field_is_lost(name: str) -> None:
     changed = replace(HEAD, **{name: _other_value(name)})
     if name == "method":  # told by the mask token alone

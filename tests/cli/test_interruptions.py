@@ -66,7 +66,9 @@ def run(args: list[str], log: Path, number: int | None = None, seconds: float = 
     return process.exitcode
 
 
-def soak(line: Callable[[Path], list[str]], folder: Path, check: Callable[[Path], Any]) -> None:
+def check_soak(
+    line: Callable[[Path], list[str]], folder: Path, check: Callable[[Path], Any]
+) -> None:
     """`line` makes the command for an output folder, and `check` reads what it left there."""
     log, outs = folder / "log", [folder / "out-0"]
     began = time.monotonic()
@@ -105,7 +107,7 @@ def test_prepare_makes_the_same_rows(model: str, tmp_path: Path) -> None:
     lines = [json.dumps({"id": f"p{n}", "turns": [f"say {n}", "and?"]}) for n in range(24)]
     prompts.write_text("\n".join(lines))
     options = ["--model", model, "--prompts", str(prompts), "--max-num-seqs", "2"]
-    soak(lambda out: [*PREPARE, *options, "--out", str(out)], tmp_path, rows)
+    check_soak(lambda out: [*PREPARE, *options, "--out", str(out)], tmp_path, rows)
 
 
 def states(folder: Path) -> Tensors:
@@ -127,7 +129,7 @@ def test_capture_stores_the_same_states(
     longest = int(Dataset(Path(data)).lengths.max())
     monkeypatch.setattr("peagle.cli.capture.TOKENS_PER_PASS", longest)  # a row each
     options = [data, "--model", model, "--device", "cpu"]
-    soak(lambda out: ["capture", *options, "--out", str(out)], tmp_path, states)
+    check_soak(lambda out: ["capture", *options, "--out", str(out)], tmp_path, states)
 
 
 def head_and_checkpoint(folder: Path) -> Tensors:
@@ -159,4 +161,4 @@ def test_train_ends_with_the_same_head(model: str, data: str, tmp_path: Path) ->
         begun = any((out / "checkpoints").glob("step-*"))
         return ["train", str(recipe), f"run.folder={out}", *(["--resume"] if begun else [])]
 
-    soak(line, tmp_path, head_and_checkpoint)
+    check_soak(line, tmp_path, head_and_checkpoint)

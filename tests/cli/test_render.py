@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from peagle.bench.results.document import save_results
-from peagle.cli import engines, evaluate, render, train
+from peagle.cli import deploy, engines, evaluate, render, train
 from peagle.cli.bench import print_results
 from peagle.cli.main import app, main
+from peagle.deploy.endpoints import EndpointStatus
 from tests.bench.made import make_cell, make_results, modelled_grid
 
 from .fakes import Shell
@@ -117,6 +119,24 @@ def train_tables(shell: Shell, folder: Path) -> None:
     train._print_forecast(dict.fromkeys((*names, *more), 12_345.678), 1.5, "cuda")
 
 
+def deploy_tables(shell: Shell, folder: Path) -> None:
+    one = EndpointStatus(
+        name="a-long-name-of-an-endpoint",
+        region="ap-southeast-2",
+        status="InService",
+        model="openai/gpt-oss-120b",
+        drafting="p-eagle, K = 7",
+        instance_type="ml.p5en.48xlarge",
+        instance_count=12,
+        created=datetime(2026, 1, 1, tzinfo=UTC),
+        hours=1234.5,
+        dollars_per_hour=1234.56,
+        end="2026-01-02T03:04:05",
+        failure=None,
+    )
+    render.print_table("Endpoints", deploy.STATUS_COLUMNS, [deploy._status_row(one)])
+
+
 TABLES: dict[str, Callable[[Shell, Path], None]] = {
     "tune": tune_tables,
     "bench": bench_tables,
@@ -125,6 +145,7 @@ TABLES: dict[str, Callable[[Shell, Path], None]] = {
     "heads": heads_tables,
     "evaluate": evaluate_tables,
     "train": train_tables,
+    "deploy": deploy_tables,
 }
 
 
@@ -156,7 +177,7 @@ def test_every_cell_of_every_table_is_whole(
     monkeypatch.setattr(render, "print_table", record)
     monkeypatch.setattr(engines, "shipped_heads", lambda: HEADS)
     tables(shell, tmp_path)
-    assert len(seen) >= (1 if tables in (demo_tables, compare_tables) else 2)
+    assert len(seen) >= (1 if tables in (demo_tables, compare_tables, deploy_tables) else 2)
     for table, text in zip(seen, printed, strict=True):
         assert_whole(text, [table], width)
 

@@ -110,7 +110,7 @@ def test_a_users_error_is_one_line(shell: Shell, config: str, tmp_path: Path) ->
         ((*model, *rates, "--spec-tokens", "0"), "not a list of whole numbers"),
         ((*model, *rates, "--context", "0"), "out of range"),
         ((*model, *rates, "--bandwidth-share", "2"), "is not a share"),
-        ((*model, *rates, "--step-overhead", "-1"), "step_overhead=-1.0 is out of range"),
+        ((*model, *rates, "--step-overhead", "-1"), "--step-overhead -1.0 is out of range"),
         ((*model, *rates, "--draft-layers", "0"), "--draft-layers 0 is out of range"),
         ((*model, *rates, "--draft-vocab", "-1"), "--draft-vocab -1 is out of range"),
         ((*model, "--acceptance", "0.1,0.2"), "rises"),

@@ -28,7 +28,7 @@ def snapshots(llm: LLM, params: SamplingParams) -> list[RequestOutput]:
         if answers in llm.step():
             seen.append(answers.output())
             assert answers.num_output_tokens == sum(len(o.token_ids) for o in seen[-1].outputs)
-            assert answers.finished == all(o.finished for o in seen[-1].outputs)
+            assert answers.finished == all(o.finished() for o in seen[-1].outputs)
     return seen
 
 

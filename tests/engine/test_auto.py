@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.engine.engine import Engine, Speculation
+from peagle.engine.runner import Runner
 from peagle.errors import ConfigError
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
@@ -253,3 +255,20 @@ def test_warming_up_takes_the_shapes_of_every_choice() -> None:
     assert {s.num_nodes for s in common if s.num_items == 0} == {1, 3, 7, 12}
     with_prompts = {(s.batch, s.num_items): s.num_nodes for s in common if s.num_items}
     assert len(with_prompts) == len({s for s in common if s.num_items})
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_steps_that_had_to_be_captured_tell_nothing_of_costs(
+    captures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a graph is captured the device waits, which says nothing of the step's cost."""
+    counter = itertools.count()
+    monkeypatch.setattr(Runner, "num_graphs", property(lambda _: next(counter) if captures else 0))
+    jobs = jobs_of(4)
+    engine = engines.make_engine(
+        target(), drafter_named("trees", jobs), 4, static=True, nodes=12, auto=True
+    )
+    any_choice(engine, 1)
+    engines.run(engine, jobs)
+    assert engine.budget is not None
+    assert bool(engine.budget.costs._places) != captures

@@ -214,8 +214,10 @@ class Engine:
                 chunks=[c for c in chunks if c not in hosts],
             )
         if schedule:
+            num_graphs = self.runner.num_graphs
             step = self._run(schedule.slots, schedule.caps, schedule.chunks, drafts)
-            is_alone = not (schedule.chunks or needs_host.any())
+            has_captured = self.runner.num_graphs > num_graphs  # while the device waited
+            is_alone = not (schedule.chunks or needs_host.any() or has_captured)
             self._in_flight.append(step._replace(is_alone=is_alone))
         self.scheduler.launched(chunks)
 

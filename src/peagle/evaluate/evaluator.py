@@ -175,18 +175,15 @@ class Evaluator:
         return chances
 
     def _drafted(self, model: DraftModel, segment: Segment, features: Features) -> Drafted:
-        normed, network = model.states(segment, features), model.network
-        corrected = None
-        if network.correction is not None:
-            corrected = model.corrected(normed, segment, features)
+        output = model(segment, features)
         return Drafted(
-            normed,
-            network.output_weight(),
-            network.target_ids,
+            output.states,
+            output.table,
+            model.network.target_ids,
             features.states,
             segment.slots,
             segment.labels,
-            corrected,
+            output.corrected,
         )
 
     def _in_chunks(self, rule: AcceptanceRule, drafted: Drafted) -> Tensor:

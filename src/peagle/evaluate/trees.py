@@ -117,8 +117,8 @@ def _draft_states(
     for segment in evaluator.segments_of(network, row, counts):
         here = segment.to(weight.device)
         with evaluator.autocast():
-            states = model.states(here, features)
-            found = _candidates(network, states, evaluator.chunk_rows)
+            states, _, table = model(here, features)
+            found = _candidates(network, states, table, evaluator.chunk_rows)
         real = here.weights > 0  # the others are padding
         places = here.elements.anchor[here.rows].long()[real], here.loss_depth.long()[real]
         normed[places] = states[real].to(normed.dtype)
@@ -126,11 +126,13 @@ def _draft_states(
     return DraftStates(normed, Candidates(token_ids, log_probs))
 
 
-def _candidates(network: EagleNetwork, states: Tensor, chunk_rows: int) -> Candidates:
+def _candidates(
+    network: EagleNetwork, states: Tensor, table: Tensor, chunk_rows: int
+) -> Candidates:
     """Of states [C, H], in chunks: all logits at once would be the largest tensor."""
     ids, parts = network.target_ids, []
     for part in torch.split(states, chunk_rows):
-        log_probs = at_least_float32(F.linear(part, network.output_weight())).log_softmax(-1)
+        log_probs = at_least_float32(F.linear(part, table)).log_softmax(-1)
         parts.append(log_probs.topk(BEAM))
     best, columns = (torch.cat(x) for x in zip(*parts, strict=True))
     return Candidates(ids[columns], best.float())

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,16 @@ from peagle.teacher_forcing.features import Features
 from peagle.teacher_forcing.partition import Segment
 
 
+class DraftOutput(NamedTuple):
+    states: Tensor  # [C, H] of the loss rows, after the final norm
+    corrected: Tensor | None  # [C, H] the same behind the tokens before; None: no correction
+    table: Tensor  # [Vd, H]
+
+    @property
+    def trained(self) -> Tensor:
+        return self.states if self.corrected is None else self.corrected
+
+
 class DraftModel(nn.Module):
     """The network with the forward pass that training needs: what DDP and FSDP wrap."""
 
@@ -36,22 +46,18 @@ class DraftModel(nn.Module):
         super().__init__()
         self.network = network
 
-    def forward(self, segment: Segment, features: Features) -> tuple[Tensor, Tensor]:
-        """-> the loss rows' states after the final norm [C, H], and the output table [Vd, H]."""
-        states = self.states(segment, features)
-        return self.corrected(states, segment, features), self.network.output_weight()
-
-    def states(self, segment: Segment, features: Features) -> Tensor:
-        """The loss rows' states after the final norm [C, H], uncorrected."""
+    def forward(self, segment: Segment, features: Features) -> DraftOutput:
         if self.network.config.method == "p-eagle":
-            return loss_states(self.network, segment, features)
-        return self._unrolled_states(segment, features)
+            states = loss_states(self.network, segment, features)
+        else:
+            states = self._unrolled_states(segment, features)
+        corrected = self._corrected(states, segment, features)
+        return DraftOutput(states, corrected, self.network.output_weight())
 
-    def corrected(self, states: Tensor, segment: Segment, features: Features) -> Tensor:
-        """The same, where the drafter has a correction, with the true token before each: a draft
-        counts only where all before it were right."""
+    def _corrected(self, states: Tensor, segment: Segment, features: Features) -> Tensor | None:
+        """With the true token before each: a draft counts only where all before it were right."""
         if self.network.correction is None:
-            return states
+            return None
         tokens = features.next_tokens[(segment.slots - 1).clamp(min=0)]  # at `slots`
         corrected = self.network.correction(states, self.network.embed(tokens))
         return torch.where((segment.loss_depth > 0)[:, None], corrected, states)

@@ -86,13 +86,14 @@ class Trainer:
     def _segment(self, segment: Segment, features: Features, denominator: float) -> None:
         """Forward and backward of one segment; gradients add up over segments and rows."""
         with self.autocast():
-            states, table = self.module(segment, features)
+            drafted = self.module(segment, features)
+        table = drafted.table
         if self.table_dtype is not None:
             table = table.to(self.table_dtype)
         tables = Tables(table, self.target_table)
         truth = Truth(features.states, segment.slots, segment.labels)
         weights = segment.weights.to(self.loss_sum.dtype) / denominator
-        output = self.losses(states, tables, truth, weights)
+        output = self.losses(drafted.trained, tables, truth, weights)
         # Distributed modules average gradients over the processes; the denominator wants sums.
         torch.autograd.backward(output.loss * world_size())
         self._observe(segment, output.loss.detach(), output.matches)

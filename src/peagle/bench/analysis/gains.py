@@ -20,13 +20,13 @@ from peagle.bench.results.intervals import (
     median_over_mean,
     t_quantile,
 )
-from peagle.bench.results.settings import NONE, Place, Setting, usable_repeats, usable_runs
+from peagle.bench.results.settings import NONE, Place, Setting, usable_runs
 
 Speeds = Mapping[int, float]  # number of the repeat -> tokens per second
 
 
 def speeds_of(cell: Cell) -> dict[int, float]:
-    return {number: run.otps for number, run in usable_repeats(cell).items()}
+    return {number: run.otps for number, run in cell.usable_repeats().items()}
 
 
 def gains_at(place: Place, cells: Mapping[Setting, Cell]) -> dict[Setting, Interval]:

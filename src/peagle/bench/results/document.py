@@ -141,10 +141,17 @@ class Cell:
     def load(self) -> str:
         return f"{self.concurrency}" if self.concurrency else f"{self.request_rate:g}/s"
 
+    def usable_repeats(self) -> dict[int, CellRun]:
+        """Number -> repeat: the whole ones in which nothing was compiled; where there are none, the
+        whole ones, and then the partial ones. Repeats without a token are left out."""
+        runs = {number: run for number, run in enumerate(self.repeats) if run.otps > 0}
+        whole = {number: run for number, run in runs.items() if not run.partial}
+        steady = {number: run for number, run in whole.items() if not run.num_compiled}
+        return steady or whole or runs
+
     def summary(self) -> Summary | None:
         """None before the first repeat."""
-        whole = [run for run in self.repeats if not run.partial]
-        runs = whole or self.repeats
+        runs = list(self.usable_repeats().values()) or self.repeats
         if not runs:
             return None
         return Summary(
@@ -153,7 +160,7 @@ class Cell:
             num_repeats=len(runs),
             acceptance_length=_mean([run.acceptance_length for run in runs]),
             acceptance_without_looping=_mean([r.acceptance_without_looping for r in runs]),
-            partial=not whole,
+            partial=all(run.partial for run in runs),
             busy=sum(is_busy(run.other_cpu_share) for run in runs) > len(runs) / 2,
         )
 

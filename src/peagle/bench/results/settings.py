@@ -117,16 +117,8 @@ def place_of(cell: Cell) -> Place:
     return Place(cell.workload, cell.load)
 
 
-def usable_repeats(cell: Cell) -> dict[int, CellRun]:
-    """Number -> repeat: the whole ones, or the partial ones where there is nothing else. Repeats
-    without a token are left out."""
-    runs = {number: run for number, run in enumerate(cell.repeats) if run.otps > 0}
-    whole = {number: run for number, run in runs.items() if not run.partial}
-    return whole or runs
-
-
 def usable_runs(cell: Cell) -> list[CellRun]:
-    return list(usable_repeats(cell).values())
+    return list(cell.usable_repeats().values())
 
 
 def by_place(cells: Iterable[Cell]) -> dict[Place, dict[Setting, Cell]]:
