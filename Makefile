@@ -26,8 +26,9 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/peagle demo $(ARGS)
 
+# A process for each core, at most four, of one thread each: most tests have work for no more.
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 test-cpus: $(STAMP)
 	tests/other_cpus.sh $(BIN)/python $(ARGS)
