@@ -57,7 +57,7 @@ class Correction(nn.Module):
             return self._on_gpu(states, candidates, temperature, embeddings, output)
         changes = self._changes(states, F.embedding(before.flatten(), embeddings))
         changes = changes.view(*before.shape, -1)  # [B, K-1, M, H]
-        shifts = (changes @ F.embedding(rows[:, 1:], table).transpose(-1, -2)).float()
+        shifts = at_least_float32(changes @ F.embedding(rows[:, 1:], table).transpose(-1, -2))
         if temperature is not None:
             shifts = shifts / torch.where(temperature > 0, temperature, 1.0)[:, None, None, None]
         own = candidates.log_probs[:, 1:, None, :]
