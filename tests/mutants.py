@@ -49,6 +49,8 @@ PREFIXES = "engine/test_prefix_caching.py", "engine/test_blocks.py"
 AUTO = ("engine/test_auto.py",)
 BUDGET = ("speculation/test_budget.py",)
 GROWN_TREES = ("speculation/test_trees.py",)
+CORRECTION = ("models/test_correction.py",)
+TOGETHER = ("engine/test_features_together.py",)
 REAPER = ("deploy/test_reaper.py",)
 ENDPOINTS = ("deploy/test_up_and_down.py",)
 PLANS = ("deploy/test_plan.py",)
@@ -261,6 +263,21 @@ MUTANTS = (
     ),
     Mutant("speculation/trees.py", "log_probs.clamp(max=0.0)", "log_probs", GROWN_TREES),
     Mutant("speculation/trees.py", "is_there & (parents ==", "(parents ==", GROWN_TREES),
+    Mutant("speculation/trees.py", ", best % beam", ", best // beam", GROWN_TREES),
+    Mutant(
+        "speculation/trees.py", "last = behind[:, 0].argmax(1, keepdim=True)", "pass", GROWN_TREES
+    ),
+    # Candidates behind candidates.
+    Mutant(
+        "models/correction.py", "token_ids[:, :-1], output", "token_ids[:, 1:], output", CORRECTION
+    ),
+    Mutant(
+        "models/correction.py",
+        "temperature > 0, temperature, 1.0",
+        "temperature > 0, 1.0, 1.0",
+        CORRECTION,
+    ),
+    Mutant("models/correction.py", " + own.logsumexp(-1, keepdim=True)", "", CORRECTION),
     Mutant(
         "kernels/reference/trees.py",
         "log_probs.masked_fill(~is_drafted, -torch.inf)",
@@ -335,6 +352,20 @@ MUTANTS = (
     Mutant("speculation/budget.py", "steps = batch - fewer", "steps = batch", BUDGET),
     Mutant("speculation/budget.py", "np.where(fits, tokens", "np.where(True, tokens", BUDGET),
     Mutant("engine/step.py", "drafting.drafter.feed(batch)", "pass", AUTO),
+    Mutant("engine/step.py", "drafting.drafter.feed(batch)", "pass", TOGETHER),
+    Mutant(
+        "engine/engine.py",
+        "own_drafts = self.budget.after_cut(",
+        "self.budget.after_cut(",
+        TOGETHER,
+    ),
+    Mutant("engine/runner.py", "if state.draft_scores is not None:", "if False:", TOGETHER),
+    Mutant(
+        "kernels/reference/batch.py",
+        "torch.where(num_depths > 0, num_new, 0)",
+        "torch.where(num_depths > 0, num_new, 0) * (max_depth > 0)",
+        TOGETHER,
+    ),
     Mutant(
         "kernels/reference/batch.py",
         "num_drafts = num_depths = num_depths.clamp(max=max_depth)",

@@ -25,7 +25,7 @@ from peagle.models.eagle import EagleNetwork
 from peagle.models.output import OutputRows
 from peagle.models.target import TargetModel
 from peagle.speculation.sampling import probabilities
-from peagle.speculation.trees import BEAM, Lattice, independent
+from peagle.speculation.trees import BEAM, Lattice
 
 from . import naive
 from .jobs import Job
@@ -175,7 +175,8 @@ class ScriptedTrees(ScriptedHead):
         output, packing = self.head.output(batch)  # type: ignore[attr-defined]
         if not len(packing):
             return None
-        logits = torch.full((len(batch.slots), batch.depth, VOCAB), -9.0, dtype=torch.float64)
+        size = self.head.network.config.vocab_size  # type: ignore[attr-defined]
+        logits = torch.full((len(batch.slots), batch.depth, size), -9.0, dtype=torch.float64)
         num_tokens = (batch.starts + batch.num_real + 1).tolist()
         for row, slot in enumerate(batch.slots.tolist()):
             if int(batch.num_drafts[row]):
@@ -186,7 +187,8 @@ class ScriptedTrees(ScriptedHead):
                         logits[row, depth, token] = 2.0 - rank
         values = packing.take(logits.flatten(0, 1))
         candidates = batch.candidates(output._replace(values=values), packing)
-        return Lattice(candidates.token_ids, independent(candidates.log_probs))
+        log_probs = self.head._log_probs(batch, output, packing, candidates)  # type: ignore[attr-defined]
+        return Lattice(candidates.token_ids, log_probs)
 
     def _candidates(self, prompt: Sequence[int], position: int) -> list[int]:
         """Of the token at this position, the best first."""

@@ -203,6 +203,8 @@ class Engine:
             requests = [self.scheduler.running[n].request for n in slots.tolist()]
             if self._verification == "coupled":
                 caps = self.runner.cut_drafts(slots.tolist(), requests, caps)
+                if self.budget is not None and own_drafts is not None:
+                    own_drafts = self.budget.after_cut(own_drafts, slots[: len(own_drafts.caps)])
             step = self._run(slots, caps, hosts, own_drafts, HostSampling(requests))
             is_alone = bool(needs_host.all()) and not chunks
             self._in_flight.append(step._replace(is_alone=is_alone))

@@ -273,6 +273,8 @@ class Runner:
             kept = grammar.permitted(drafts[:count], rows[:count])
             if state.trees is not None and len(kept) < count:
                 self._set_tree(slots[n], *trees.pruned(drafts, rows, kept))
+                if state.draft_scores is not None:
+                    state.draft_scores[slots[n], : len(kept)] = state.draft_scores[slots[n], kept]
             caps[n] = min(caps[n], len(kept))
         return caps
 

@@ -248,6 +248,12 @@ class DraftBudget:
         caps = np.minimum(most, number)
         return DraftChoice(caps, self.depth_for(number), number, self._worth[caps])
 
+    def after_cut(self, choice: DraftChoice, slots: Counts) -> DraftChoice:
+        """For slots of which drafts have left since they were chosen from: the n-th is another."""
+        if choice.scores is None or self._scores is None:
+            return choice
+        return choice._replace(scores=self._scores(slots))
+
     def observe(
         self, choice: DraftChoice, outcomes: Outcomes, seconds: float | None = None
     ) -> None:

@@ -70,7 +70,7 @@ def store_tree(
     state.trees.depths[slots, : size + 1] = trees.depths(tree.parents)
     state.trees.ancestors[slots, : size + 1] = trees.ancestors(tree.parents)
     if state.draft_scores is not None:
-        state.draft_scores[slots, :size] = tree.scores
+        state.draft_scores[slots, :size] = tree.scores.float()
     num_there = (tree.scores > -torch.inf).sum(1)
     state.num_drafts[slots] = torch.minimum(state.num_drafts[slots], num_there)
 
