@@ -23,8 +23,8 @@ INTRODUCTION = """\
 - Flags are vLLM's where vLLM has one, and may be written as for vLLM: with underscores
   (`--max_model_len`), and single keys of JSON options with dots
   (`--speculative-config.model HEAD`).
-- `--config FILE` takes flags from a YAML file, for every verb: `max-tokens: 64`. Flags on the command
-  line override it, and an unknown key is an error.
+- `--config FILE` takes flags from a YAML file, for every verb: `max-tokens: 64`. Flags on the
+  command line override it, and an unknown key is an error.
 - Data goes to stdout, everything else to stderr: progress as bars on a terminal and as lines
   elsewhere, remarks and errors. `-q` leaves results and errors, `-v` adds a log; both may stand
   before or after the verb. With `--json` the last line of stdout is one JSON
