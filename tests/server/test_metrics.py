@@ -53,13 +53,15 @@ def test_tokens_and_times_are_counted_once_per_request(server: RunningServer) ->
     assert after["vllm:kv_cache_usage_perc"] == 0
 
 
-def test_methods_that_clients_make_up_add_no_series(server: RunningServer) -> None:
+def test_methods_that_nobody_serves_add_no_series(server: RunningServer) -> None:
+    unusual = ("PROPFIND", "MKCOL", "UNLOCK")
     with server.client() as client:
-        for number in range(3):
-            assert client.request(f"MADE{number}", "/health").status_code == 405
+        for method in unusual:
+            assert client.request(method, "/health").status_code == 405
+        assert client.request("MADE-UP", "/health").status_code in (400, 405)  # as parsed
         page = client.get("/metrics").text
     assert 'method="other"' in page
-    assert "MADE" not in page
+    assert not any(method in page for method in (*unusual, "MADE-UP"))
 
 
 def test_warming_up_is_not_counted(model_folder: Path, head_folder: Path) -> None:
