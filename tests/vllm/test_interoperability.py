@@ -73,8 +73,11 @@ def theirs(case: Case, prompts: list[Any], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def ours(case: Case, prompts: list[Any]) -> Outcome:
-    return run_embedded(MODEL, prompts, case.head, case.k)
+def ours(case: Case, prompts: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """As it is exported: without a correction, which vLLM does not have."""
+    folder: Path = tmp_path_factory.mktemp("ours") / str(case)
+    export_head(case.head, MODEL, folder, "vllm")
+    return run_embedded(MODEL, prompts, str(folder), case.k)
 
 
 def test_the_plain_target_says_the_same(plain: LLM, prompts: list[Any]) -> None:
