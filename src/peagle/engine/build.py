@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -13,6 +14,7 @@ from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.engine.blocks import BlockAllocator, BlockTable
 from peagle.engine.host_batch import Column
 from peagle.engine.kv_cache import PagedKVCache
+from peagle.engine.layer_groups import LayerGroups, LayerPlace
 from peagle.engine.row_layouts import ExactLayout, PaddedLayout, PagedModel, RowLayout
 from peagle.engine.runner import BATCH_SIZES, Runner, padded
 from peagle.engine.step import Drafting, StepModels
@@ -39,6 +41,7 @@ def make_runner(
     target: TargetModel,
     speculation: Speculation | None,
     allocator: BlockAllocator,
+    groups: LayerGroups,
     *,
     max_num_seqs: int,
     max_model_len: int,
@@ -51,9 +54,10 @@ def make_runner(
     state = make_device_batch(
         max_num_seqs,
         allocator.blocks_for(cache_len),
-        _max_drafts(speculation),
+        max_drafts(speculation),
         weight.device,
         draft_probs_shape(speculation, target),
+        num_tables=len(groups.windows),
         has_trees=speculation is not None and speculation.num_draft_nodes is not None,
         keeps_scores=speculation is not None and speculation.is_auto and not static,
     )
@@ -62,18 +66,20 @@ def make_runner(
     if static:
         layout = PaddedLayout(ops, state.block_tables, allocator.block_size)
 
-    def paged(layout: CacheLayout, max_positions: int) -> PagedModel:
+    def cache_of(layout: CacheLayout, places: Sequence[LayerPlace]) -> PagedKVCache:
         num_slots = allocator.num_blocks * allocator.block_size
-        return PagedModel(
-            PagedKVCache(layout, num_slots, weight.dtype, weight.device), max_positions - 1
-        )
+        memory = num_slots, weight.dtype, weight.device
+        return PagedKVCache(layout, *memory, places, groups.num_planes)
 
+    cache = cache_of(target.cache_layout, groups.target)
     drafting, reach = None, max_model_len
     if drafter is not None and drafter.max_positions is not None:
         reach = drafter.max_positions
     if drafter is not None and drafter.cache_layout is not None:
-        drafting = Drafting(cast(NetworkDrafter, drafter), paged(drafter.cache_layout, reach))
-    model = paged(target.cache_layout, target.config.max_position_embeddings)
+        own = drafter.cache_layout, groups.drafter
+        draft_cache = cache_of(*own) if groups.num_planes is None else cache.shared_with(*own)
+        drafting = Drafting(cast(NetworkDrafter, drafter), PagedModel(draft_cache, reach - 1))
+    model = PagedModel(cache, target.config.max_position_embeddings - 1)
     models = StepModels(
         target, model, drafting, reach + 1, state, ops, layout, allocator.block_size
     )
@@ -105,7 +111,7 @@ def make_budget(
     )
 
 
-def _max_drafts(speculation: Speculation | None) -> int:
+def max_drafts(speculation: Speculation | None) -> int:
     """Draft tokens that a slot has room for."""
     if speculation is None:
         return 0
