@@ -54,7 +54,7 @@ def make_runner(
     state = make_device_batch(
         max_num_seqs,
         allocator.blocks_for(cache_len),
-        max_drafts(speculation),
+        _max_drafts(speculation),
         weight.device,
         draft_probs_shape(speculation, target),
         num_tables=len(groups.windows),
@@ -111,13 +111,22 @@ def make_budget(
     )
 
 
-def max_drafts(speculation: Speculation | None) -> int:
+def _max_drafts(speculation: Speculation | None) -> int:
     """Draft tokens that a slot has room for."""
     if speculation is None:
         return 0
     if speculation.num_draft_nodes is not None:
         return speculation.num_draft_nodes
     return min(speculation.drafter.max_speculative_tokens, MAX_SPECULATIVE_TOKENS)
+
+
+def drafts_per_step(speculation: Speculation | None) -> tuple[int, int]:
+    """Of one request, or how deep they are: as a rule, and at most."""
+    if speculation is None:
+        return 0, 0
+    usual = max(speculation.num_speculative_tokens, speculation.num_draft_nodes or 0)
+    deepest = min(speculation.drafter.max_speculative_tokens, MAX_SPECULATIVE_TOKENS)
+    return usual, max(usual, deepest)
 
 
 def draft_probs_shape(

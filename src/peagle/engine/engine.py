@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from peagle.config import MAX_DRAFT_NODES, MAX_SPECULATIVE_TOKENS, EngineConfig, Verification
+from peagle.config import MAX_DRAFT_NODES, EngineConfig, Verification
 from peagle.engine.adjust import needs_adjustment
 from peagle.engine.build import (
     draft_probs_shape,
+    drafts_per_step,
     host_drafter,
     make_budget,
     make_runner,
-    max_drafts,
 )
 from peagle.engine.clock import Clock
 from peagle.engine.grammar import Grammar
@@ -142,9 +142,7 @@ class Engine:
         if num_nodes is not None and speculation is not None and speculation.is_auto:
             fitting = config.max_num_batched_tokens // config.max_num_seqs - 1
             num_nodes = min(num_nodes, max(fitting, 1))  # the budget keeps to the step's rows
-        depth = min(drafter.max_speculative_tokens, MAX_SPECULATIVE_TOKENS) if drafter else 0
-        most = max(max_drafts(speculation), depth)
-        groups = make_groups(target, drafter, config, cache_len, most)
+        groups = make_groups(target, drafter, config, cache_len, *drafts_per_step(speculation))
         self.allocator = make_allocator(
             target, drafter, config, cache_len, groups, probs_shape, num_nodes
         )

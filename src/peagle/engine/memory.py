@@ -85,17 +85,20 @@ def make_groups(
     drafter: Drafter | None,
     config: EngineConfig,
     cache_len: int,
-    max_drafts: int = 0,  # in a step of one request
+    num_drafts: int = 0,  # in a step of one request, as a rule
+    max_drafts: int = 0,
 ) -> LayerGroups:
-    # A step in flight may accept all drafts; the next one writes as many, and drafts behind them.
-    decode_rows = 3 * (max_drafts + 1)
+    def decode_rows(num_drafts: int) -> int:
+        """A step in flight may accept all; the next one writes as many, and drafts behind them."""
+        return 3 * (num_drafts + 1)
+
     return group_layers(
         target.cache_layout,
         drafter.cache_layout if drafter is not None else None,
         max_blocks=-(-cache_len // config.block_size),
         block_size=config.block_size,
-        max_rows=max(config.max_num_batched_tokens, decode_rows),
-        decode_rows=decode_rows,
+        max_rows=max(config.max_num_batched_tokens, decode_rows(max_drafts)),
+        decode_rows=decode_rows(num_drafts),
     )
 
 

@@ -215,6 +215,7 @@ class Scheduler:
         batch.limits[n] = limit
         batch.max_capacity[n] = limit + request.cache_slack
         batch.capacity[n] = request.table.capacity
+        batch.passes_next[n] = request.table.passes_next or NEVER
         batch.per_step[n] = request.num_speculative_tokens + 1
         batch.num_rows[n] = request.max_drafts + 1
         batch.sampling[n] = SAMPLINGS.index(sampling_of([request.params]))
