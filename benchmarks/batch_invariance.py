@@ -139,8 +139,10 @@ class Stack:
 
     def run(self, x: Tensor, rows: PagedRows, cache: Tensor, policy: Policy) -> Tensor:
         groups = RowGroups(rows.positions, rows.slots, [rows])
+        rows_by_layer = [groups] * len(self.layers)
+        keys, values = cache[0].unbind(), cache[1].unbind()
         states = run_layers(
-            self.layers, x, None, self.cos, self.sin, groups, cache[0], cache[1], policy
+            self.layers, x, None, self.cos, self.sin, rows_by_layer, keys, values, policy
         )
         return rms_norm(states[-1], self.norm, EPS)
 

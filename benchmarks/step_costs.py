@@ -162,7 +162,7 @@ class Bench:
         if batch * per_slot > allocator.num_blocks:
             return False
         blocks = torch.arange(batch * per_slot, dtype=torch.int32).view(batch, per_slot)
-        state.block_tables[:batch, :per_slot] = blocks.to(state.block_tables.device)
+        state.block_tables[:, :batch, :per_slot] = blocks.to(state.block_tables.device)
         state.num_computed[:batch] = context
         state.limits[:batch] = context + HEADROOM
         state.num_prompt[:batch] = 1

@@ -91,8 +91,8 @@ MUTANTS = (
     ),
     Mutant("engine/prefix_cache.py", "bytes([is_drafted])", "b''", PREFIXES),
     Mutant("engine/prefix_cache.py", "popitem(last=False)", "popitem()", PREFIXES),
-    Mutant("engine/blocks.py", "            self._prefixes.take(block)\n", "", PREFIXES),
-    Mutant("engine/blocks.py", "reversed(table.blocks)", "table.blocks", PREFIXES),
+    Mutant("engine/prefix_cache.py", "        self._unused.pop(block, None)\n", "", PREFIXES),
+    Mutant("engine/blocks.py", "group.held[::-1]", "group.held", PREFIXES),
     Mutant("engine/scheduler.py", "slot.num_launched >= reach", "False", PREFIXES),
     Mutant(
         "engine/scheduler.py",
@@ -301,7 +301,7 @@ MUTANTS = (
         TREES,
     ),
     Mutant("engine/row_layouts.py", "parents[n][: count - 1]", "None", TREES),
-    Mutant("engine/kv_cache.py", "key[self.start :] = position\n", "\n", TREES),
+    Mutant("engine/kv_cache.py", "key[self.start - self.base :] = position\n", "\n", TREES),
     Mutant("engine/request.py", "max((self.num_draft_nodes or 0) - 1, 0)", "0", TREES),
     Mutant(
         "engine/host_batch.py",

@@ -122,7 +122,7 @@ class Allocation(RuleBasedStateMachine):
             self.allocator.close_table(table)
         self.allocator.check([])
         for key in filter(None, self.contents):  # what is known stays until its block is needed
-            assert self.allocator._prefixes.find([key])
+            assert self.allocator._num_known([key])
         whole = self.allocator.open_table(1)
         assert self.allocator.grow(whole, NUM_BLOCKS * BLOCK_SIZE)
         self.allocator.close_table(whole)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from peagle.engine.blocks import BlockTable
-from peagle.engine.kv_cache import MAX_FOLDED_ROWS, PagedKVCache, slot_bytes
+from peagle.engine.kv_cache import MAX_FOLDED_ROWS, PagedKVCache
+from peagle.engine.layer_groups import slot_bytes
 from peagle.models.attention import causal_attention
 from peagle.models.drafter import CacheLayout, Span
 
@@ -97,7 +98,7 @@ def test_the_slice_of_a_table_in_one_piece_equals_the_gather(
         for span in (Span(0, 0, 5), Span(0, 5, length)):
             attention = cache.attention([table], [span])
             outs.append(attention(0, *rows(span.start, span.length), window))
-            assert (attention.sequences[0].extent is None) == gathers
+            assert (attention.rows(0).sequences[0].extent is None) == gathers
     torch.testing.assert_close(outs[0], outs[2], rtol=0, atol=0)
     torch.testing.assert_close(outs[1], outs[3], rtol=0, atol=1e-12)
 

@@ -19,6 +19,7 @@ from peagle.engine.memory import (
     cache_need,
     count_blocks,
     make_allocator,
+    make_groups,
     step_reserve,
 )
 from peagle.errors import ConfigError
@@ -94,7 +95,7 @@ def test_a_model_that_does_not_fit_is_one_line_with_all_figures() -> None:
 def test_a_given_cache_that_is_too_small_names_its_own_option() -> None:
     config = EngineConfig(kv_cache_memory_bytes=100 << 20)
     for have in (None, DeviceMemory(80 * GIB, 79 * GIB)):
-        with pytest.raises(ConfigError, match=r"holds 1600 tokens, one request may have 4000") as e:
+        with pytest.raises(ConfigError, match=r"too little for one request of 4000 tokens") as e:
             count_blocks(NEED, config, have, 0)
         assert e.value.hint == "raise kv_cache_memory_bytes or lower max_model_len"
 
@@ -118,7 +119,10 @@ def test_a_block_counts_the_caches_of_target_and_drafter() -> None:
     target = SHALLOW.make_target(torch.float32)
     config = EngineConfig(block_size=8, max_num_seqs=3)
     drafter = head_drafter(SHALLOW.make_head(target))
-    plain, both = (cache_need(target, d, config, 20) for d in (None, drafter))
+    plain, both = (
+        cache_need(target, d, config, 20, make_groups(target, d, config, 20))
+        for d in (None, drafter)
+    )
     per_layer = 8 * 2 * 2 * 8 * 4  # tokens, keys and values, heads, size of a head, bytes
     assert plain == CacheNeed(2 * per_layer, longest=20, per_request=3, at_once=9)
     assert both == plain._replace(block_bytes=3 * per_layer)
@@ -129,14 +133,15 @@ def test_an_engine_takes_what_the_gpu_has_left(
 ) -> None:
     target = SHALLOW.make_target(torch.float32)
     config = EngineConfig(gpu_memory_utilization=0.75, block_size=4)
-    need = cache_need(target, None, config, 96)
+    groups = make_groups(target, None, config, 96)
+    need = cache_need(target, None, config, 96, groups)
     in_use = GIB
     spare = 30 * need.block_bytes + 5
     limit = in_use + step_reserve(target, None, config) + spare
     total = -(-limit * 4 // 3)
     have = DeviceMemory(total, total - in_use)
     monkeypatch.setattr(memory, "device_memory", lambda device: have)
-    assert make_allocator(target, None, config, 96).num_blocks == 30
+    assert make_allocator(target, None, config, 96, groups).num_blocks == 30
 
 
 def test_rows_of_trees_are_reserved_for(monkeypatch: pytest.MonkeyPatch) -> None:

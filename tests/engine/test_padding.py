@@ -92,7 +92,7 @@ def test_what_the_padding_slot_holds_changes_no_bit_of_the_others(
     pair = [decoding(method, 3, verification) for _ in range(2)]
     spoiled = pair[1].runner.models
     spoiled.state.last_tokens[spoiled.state.padding] = 5
-    spoiled.state.block_tables[spoiled.state.padding] = 1
+    spoiled.state.block_tables[:, spoiled.state.padding] = 1
     spoiled.state.drafts[spoiled.state.padding] = 7
     assert spoiled.drafting is not None
     for cache_ in (spoiled.model.cache, spoiled.drafting.model.cache):

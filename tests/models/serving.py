@@ -203,7 +203,7 @@ def make_layout(tables: Sequence[BlockTable], *, padded: bool) -> RowLayout:
         return ExactLayout(tables)
     width = max(len(table.blocks) for table in tables)
     rows = [table.blocks + [0] * (width - len(table.blocks)) for table in tables]
-    block_tables = torch.tensor([*rows, [0] * width], dtype=torch.int32)  # the last is padding
+    block_tables = torch.tensor([[*rows, [0] * width]], dtype=torch.int32)  # the last is padding
     return PaddedLayout(OPS, block_tables, BLOCK_SIZE)
 
 

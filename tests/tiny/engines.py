@@ -11,7 +11,7 @@ import pytest
 from peagle.config import EngineConfig, Verification
 from peagle.engine.engine import Engine, Speculation
 from peagle.engine.host_sampling import HostSampling
-from peagle.engine.kv_cache import slot_bytes
+from peagle.engine.layer_groups import slot_bytes
 from peagle.engine.request import Request
 from peagle.engine.runner import Report, Runner
 from peagle.engine.scheduler import Chunk, Slot
@@ -90,7 +90,8 @@ class WatchedRunner(Runner):
         state, batch, table = self.models.state, self.engine.scheduler.batch, slot.request.table
         assert table is not None
         n = slot.index
-        assert state.block_tables[n, : len(table.blocks)].tolist() == table.blocks
+        for known, group in zip(state.block_tables[:, n], table.groups, strict=True):
+            assert known[: len(group.blocks)].tolist() == group.blocks
         assert int(state.capacity[n]) == table.capacity == batch.capacity[n]
         computed, limit = int(state.num_computed[n]), int(state.limits[n])
         assert batch.num_computed[n] <= computed <= batch.start()[n]

@@ -4,35 +4,84 @@ Blocks are fixed-size pages, so memory never fragments. On a CPU a sequence stil
 that follow each other: attention then reads its cache as one slice instead of gathering it. For
 that each sequence reserves, softly, the range it expects to grow into; when blocks run short,
 others may take from that range.
+
+Layers with a sliding window have tables of their own (layer_groups.py). What the window has passed
+goes back to the pool: the entry stays in the table, and nobody reads it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from peagle.engine.block_pools import BlockPool, RangePool, StackPool
+from peagle.engine.layer_groups import Window
 from peagle.engine.prefix_cache import Key, PrefixCache
 
 
 class BlockTable:
-    """The blocks of one sequence, in order of position."""
+    """The blocks of one sequence, in order of position: those of the first group of layers, and
+    `others`, the tables of the other groups."""
 
-    def __init__(self, block_size: int, reserved: range) -> None:
+    def __init__(
+        self, block_size: int, reserved: range, window: Window | None = None, num_passed: int = 0
+    ) -> None:
         self.block_size = block_size
         self.reserved = reserved
-        self.blocks: list[int] = []
+        self.window = window
+        self.others: tuple[BlockTable, ...] = ()
+        self.num_passed = num_passed  # entries, from the first on, that the window has passed
+        self.blocks: list[int] = [0] * num_passed
         self.num_known = 0  # blocks, from the first on, that the prefix cache has been told of
-        self.contiguous = True
+        self.num_written = 0  # entries that the device has
+        self.contiguous = True  # those that are held
+
+    @property
+    def groups(self) -> tuple[BlockTable, ...]:
+        return (self, *self.others)
+
+    @property
+    def held(self) -> list[int]:
+        return self.blocks[self.num_passed :]
 
     @property
     def capacity(self) -> int:
-        return len(self.blocks) * self.block_size
+        """Positions that all groups have room for."""
+        return min(len(group.blocks) for group in self.groups) * self.block_size
 
     def append(self, block: int) -> None:
-        if self.blocks and block != self.blocks[-1] + 1:
+        if len(self.blocks) > self.num_passed and block != self.blocks[-1] + 1:
             self.contiguous = False
         self.blocks.append(block)
+
+    def num_missing(self, num_blocks: int) -> int:
+        """Entries to append, to have so many; with a window, no more than it may hold."""
+        if self.window is not None:
+            num_blocks = min(num_blocks, self.num_passed + self.window.max_blocks)
+        return max(num_blocks - len(self.blocks), 0)
+
+    def pass_by(self, position: int) -> list[int]:
+        """Lets go of the blocks that no row from `position` on can see -> these."""
+        if self.window is None:
+            return []
+        first = min(self.window.first_block(position, self.block_size), len(self.blocks))
+        passed = self.blocks[self.num_passed : first]
+        self.num_passed = max(first, self.num_passed)
+        if passed and not self.contiguous:
+            held = self.held
+            self.contiguous = all(b == a + 1 for a, b in pairwise(held))
+        return passed
+
+    @property
+    def passes_next(self) -> int | None:
+        """From which position on rows leave one more block of a group behind; None: never."""
+        ends = [
+            (group.num_passed + 1) * group.block_size + group.window.size - 1
+            for group in self.groups
+            if group.window is not None
+        ]
+        return min(ends, default=None)
 
     def slot(self, position: int) -> int:
         """Index of a position's entry in the flat cache."""
@@ -41,11 +90,19 @@ class BlockTable:
 
 
 class BlockAllocator:
-    """`contiguous`: whether tables try to hold blocks that follow each other."""
+    """`contiguous`: whether tables try to hold blocks that follow each other. `windows`: of the
+    groups of layers that have a table each."""
 
-    def __init__(self, num_blocks: int, block_size: int, contiguous: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        contiguous: bool = True,
+        windows: Sequence[Window | None] = (None,),
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.windows = tuple(windows)
         self._pool: BlockPool = RangePool(num_blocks) if contiguous else StackPool(num_blocks)
         self._prefixes = PrefixCache()
         self._num_references: Counter[int] = Counter()  # of blocks that tables hold
@@ -55,58 +112,98 @@ class BlockAllocator:
         """Blocks that can be had, if the prefix cache gives up those that nobody holds."""
         return self._pool.num_free + self._prefixes.num_unused
 
+    @property
+    def has_windows(self) -> bool:
+        return any(self.windows)
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def open_table(self, expected_tokens: int, keys: Sequence[Key] = ()) -> BlockTable:
         """A table of the known blocks that these keys begin with. Without any it is empty, with a
         soft reservation, or without one if no free range is that long."""
-        shared = self._prefixes.find(keys)
-        reserved = range(0) if shared else self._pool.reserve(self.blocks_for(expected_tokens))
-        table = BlockTable(self.block_size, reserved)
-        for block in shared:
-            self._prefixes.take(block)
-            self._hold(table, block)
-        table.num_known = len(shared)
-        return table
+        num_known = self._num_known(keys)
+        tables = []
+        for group, window in enumerate(self.windows):
+            first = 0
+            if window is not None:
+                first = window.first_block(num_known * self.block_size, self.block_size)
+            table = BlockTable(self.block_size, range(0), window, first)
+            for key in keys[first:num_known]:
+                block = self._prefixes.take(_group_key(key, group))
+                self._hold(table, block)
+            if not num_known:
+                table.reserved = self._pool.reserve(
+                    table.num_missing(self.blocks_for(expected_tokens))
+                )
+            table.num_known = num_known
+            tables.append(table)
+        tables[0].others = tuple(tables[1:])
+        return tables[0]
+
+    def _num_known(self, keys: Sequence[Key]) -> int:
+        """Blocks of the longest prefix that is known: all of them where there is no window, those
+        that the row behind the prefix sees where there is one."""
+        most, runs = len(keys), list[list[int]]()
+        for group, window in enumerate(self.windows):
+            run, ends = 0, [0]  # known blocks that end with each
+            for key in keys[:most]:
+                run = run + 1 if self._prefixes.knows(_group_key(key, group)) else 0
+                if window is None and not run:
+                    break
+                ends.append(run)
+            most = min(most, len(ends) - 1)
+            runs.append(ends)
+
+        def is_there(length: int) -> bool:
+            row = length * self.block_size
+            return all(
+                window is None or ends[length] >= length - window.first_block(row, self.block_size)
+                for window, ends in zip(self.windows, runs, strict=True)
+            )
+
+        return next(length for length in range(most, -1, -1) if is_there(length))
 
     def grow(self, table: BlockTable, num_tokens: int) -> bool:
-        """Makes room for `num_tokens` in all. False, and nothing taken, if blocks fall short."""
-        missing = self.blocks_for(num_tokens) - len(table.blocks)
-        if missing > self.num_free:
+        """Makes room for `num_tokens` in all; a group with a window, for as many of them as it may
+        hold at once. False, and nothing taken, if blocks fall short."""
+        num_blocks = self.blocks_for(num_tokens)
+        missing = [group.num_missing(num_blocks) for group in table.groups]
+        if sum(missing) > self.num_free:
             return False
-        for _ in range(missing - self._pool.num_free):
+        for _ in range(sum(missing) - self._pool.num_free):
             self._pool.give_back([self._prefixes.evict()], range(0))
-        for _ in range(missing):
-            last = table.blocks[-1] if table.blocks else None
-            self._hold(table, self._pool.take(last, table.reserved))
+        for group, count in zip(table.groups, missing, strict=True):
+            for _ in range(count):
+                last = group.blocks[-1] if group.blocks else None
+                self._hold(group, self._pool.take(last, group.reserved))
         return True
+
+    def pass_by(self, table: BlockTable, position: int) -> None:
+        """Frees what no row from `position` on can see."""
+        for group in table.groups:
+            self._release(group.pass_by(position), range(0))
 
     def remember(self, table: BlockTable, keys: Sequence[Key]) -> None:
         """Tells the prefix cache what the table's first blocks hold, each for good."""
-        for n in range(table.num_known, len(keys)):
-            self._prefixes.add(keys[n], table.blocks[n])
-        table.num_known = max(table.num_known, len(keys))
+        for number, group in enumerate(table.groups):
+            for n in range(max(group.num_known, group.num_passed), len(keys)):
+                self._prefixes.add(_group_key(keys[n], number), group.blocks[n])
+            group.num_known = max(group.num_known, len(keys))
 
     def close_table(self, table: BlockTable) -> None:
         """Gives everything back; the table is empty afterwards. Known blocks stay in the prefix
         cache; the last of them is evicted first, for it is of no use without those before it."""
-        unknown: list[int] = []
-        for block in reversed(table.blocks):
-            assert self._num_references[block] > 0, f"block {block} freed twice"
-            self._num_references[block] -= 1
-            if not self._num_references[block]:
-                del self._num_references[block]
-                if not self._prefixes.release(block):
-                    unknown.append(block)
-        self._pool.give_back(unknown[::-1], table.reserved)
-        table.blocks, table.num_known = [], 0
-        table.reserved = range(0)
-        table.contiguous = True
+        for group in table.groups:
+            self._release(group.held[::-1], group.reserved)
+            group.blocks, group.num_known, group.num_passed = [], 0, 0
+            group.reserved = range(0)
+            group.contiguous = True
 
     def check(self, tables: Iterable[BlockTable]) -> None:
         """Asserts that each block is free, unused in the prefix cache, or held, and by whom."""
-        held = Counter(block for table in tables for block in table.blocks)
+        groups = (group for table in tables for group in table.groups)
+        held = Counter(block for group in groups for block in group.held)
         assert not any(self._pool.is_free(block) for block in held), "a held block is marked free"
         assert self._num_references == held, "a block is lost, or held by others than it says"
         num_free, num_unused = self._pool.count_free(), self._prefixes.num_unused
@@ -119,3 +216,20 @@ class BlockAllocator:
     def _hold(self, table: BlockTable, block: int) -> None:
         self._num_references[block] += 1
         table.append(block)
+
+    def _release(self, blocks: Sequence[int], reserved: range) -> None:
+        """Blocks of one table, in the order in which they may be evicted."""
+        unknown: list[int] = []
+        for block in blocks:
+            assert self._num_references[block] > 0, f"block {block} freed twice"
+            self._num_references[block] -= 1
+            if not self._num_references[block]:
+                del self._num_references[block]
+                if not self._prefixes.release(block):
+                    unknown.append(block)
+        self._pool.give_back(unknown[::-1], reserved)
+
+
+def _group_key(key: Key, group: int) -> Key:
+    """A group's blocks hold its own layers' rows alone."""
+    return key + bytes([group]) if group else key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -13,6 +14,7 @@ from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.engine.blocks import BlockAllocator, BlockTable
 from peagle.engine.host_batch import Column
 from peagle.engine.kv_cache import PagedKVCache
+from peagle.engine.layer_groups import LayerGroups, LayerPlace
 from peagle.engine.row_layouts import ExactLayout, PaddedLayout, PagedModel, RowLayout
 from peagle.engine.runner import BATCH_SIZES, Runner, padded
 from peagle.engine.step import Drafting, StepModels
@@ -39,6 +41,7 @@ def make_runner(
     target: TargetModel,
     speculation: Speculation | None,
     allocator: BlockAllocator,
+    groups: LayerGroups,
     *,
     max_num_seqs: int,
     max_model_len: int,
@@ -54,6 +57,7 @@ def make_runner(
         _max_drafts(speculation),
         weight.device,
         draft_probs_shape(speculation, target),
+        num_tables=len(groups.windows),
         has_trees=speculation is not None and speculation.num_draft_nodes is not None,
         keeps_scores=speculation is not None and speculation.is_auto and not static,
     )
@@ -62,18 +66,20 @@ def make_runner(
     if static:
         layout = PaddedLayout(ops, state.block_tables, allocator.block_size)
 
-    def paged(layout: CacheLayout, max_positions: int) -> PagedModel:
+    def cache_of(layout: CacheLayout, places: Sequence[LayerPlace]) -> PagedKVCache:
         num_slots = allocator.num_blocks * allocator.block_size
-        return PagedModel(
-            PagedKVCache(layout, num_slots, weight.dtype, weight.device), max_positions - 1
-        )
+        memory = num_slots, weight.dtype, weight.device
+        return PagedKVCache(layout, *memory, places, groups.num_planes)
 
+    cache = cache_of(target.cache_layout, groups.target)
     drafting, reach = None, max_model_len
     if drafter is not None and drafter.max_positions is not None:
         reach = drafter.max_positions
     if drafter is not None and drafter.cache_layout is not None:
-        drafting = Drafting(cast(NetworkDrafter, drafter), paged(drafter.cache_layout, reach))
-    model = paged(target.cache_layout, target.config.max_position_embeddings)
+        own = drafter.cache_layout, groups.drafter
+        draft_cache = cache_of(*own) if groups.num_planes is None else cache.shared_with(*own)
+        drafting = Drafting(cast(NetworkDrafter, drafter), PagedModel(draft_cache, reach - 1))
+    model = PagedModel(cache, target.config.max_position_embeddings - 1)
     models = StepModels(
         target, model, drafting, reach + 1, state, ops, layout, allocator.block_size
     )
@@ -112,6 +118,15 @@ def _max_drafts(speculation: Speculation | None) -> int:
     if speculation.num_draft_nodes is not None:
         return speculation.num_draft_nodes
     return min(speculation.drafter.max_speculative_tokens, MAX_SPECULATIVE_TOKENS)
+
+
+def drafts_per_step(speculation: Speculation | None) -> tuple[int, int]:
+    """Of one request, or how deep they are: as a rule, and at most."""
+    if speculation is None:
+        return 0, 0
+    usual = max(speculation.num_speculative_tokens, speculation.num_draft_nodes or 0)
+    deepest = min(speculation.drafter.max_speculative_tokens, MAX_SPECULATIVE_TOKENS)
+    return usual, max(usual, deepest)
 
 
 def draft_probs_shape(

@@ -15,12 +15,18 @@ from numpy.typing import NDArray
 
 from peagle.config import MAX_DRAFT_NODES, EngineConfig, Verification
 from peagle.engine.adjust import needs_adjustment
-from peagle.engine.build import draft_probs_shape, host_drafter, make_budget, make_runner
+from peagle.engine.build import (
+    draft_probs_shape,
+    drafts_per_step,
+    host_drafter,
+    make_budget,
+    make_runner,
+)
 from peagle.engine.clock import Clock
 from peagle.engine.grammar import Grammar
 from peagle.engine.host_batch import Column
 from peagle.engine.host_sampling import HostSampling
-from peagle.engine.memory import make_allocator
+from peagle.engine.memory import make_allocator, make_groups
 from peagle.engine.prefix_cache import PrefixCacheStats
 from peagle.engine.prompts import check_tokens
 from peagle.engine.request import Request, TokenLogprobs
@@ -136,11 +142,15 @@ class Engine:
         if num_nodes is not None and speculation is not None and speculation.is_auto:
             fitting = config.max_num_batched_tokens // config.max_num_seqs - 1
             num_nodes = min(num_nodes, max(fitting, 1))  # the budget keeps to the step's rows
-        self.allocator = make_allocator(target, drafter, config, cache_len, probs_shape, num_nodes)
+        groups = make_groups(target, drafter, config, cache_len, *drafts_per_step(speculation))
+        self.allocator = make_allocator(
+            target, drafter, config, cache_len, groups, probs_shape, num_nodes
+        )
         self.runner = make_runner(
             target,
             speculation,
             self.allocator,
+            groups,
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len,
             cache_len=cache_len,

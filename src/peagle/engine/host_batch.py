@@ -13,6 +13,8 @@ from peagle.speculation.statistics import SpecDecodeStats
 
 Column = NDArray[np.int64]
 
+NEVER = 1 << 62  # a position that no request has
+
 
 class HostBatch:
     def __init__(self, num_slots: int, max_drafts: int) -> None:
@@ -24,6 +26,7 @@ class HostBatch:
         self.limits = column()  # tokens at which the request ends, prompt included
         self.max_capacity = column()  # positions that its blocks may have at most
         self.capacity = column()  # tokens that its blocks hold
+        self.passes_next = column() + NEVER  # from which position on a window has passed a block
         self.per_step = column()  # tokens that a step may give: K + 1
         self.num_rows = column()  # rows that it computes: the same, or those of a tree
         self.sampling = column()  # an index of SAMPLINGS
@@ -59,6 +62,7 @@ class HostBatch:
             column[slot] = 0
         for column in (self.num_computed, self.in_flight, self.needs_host):
             column[slot] = 0
+        self.passes_next[slot] = NEVER
 
     def take_outcomes(self, slot: int, stats: SpecDecodeStats) -> None:
         """Adds the steps since it was last asked."""

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.engine.blocks import BlockTable
-from peagle.kernels.cpu.layers import CachePlace
+from peagle.engine.layer_groups import LayerPlace, one_table
+from peagle.kernels.cpu.layers import CacheLayers, CachePlace
 from peagle.kernels.cpu.ops import LANES, MAX_GROUP, LayerCache, PagedSpan, PagedStep, kernels_for
 from peagle.kernels.reference.attention import PLAIN, Scores, attend
 from peagle.models.attention import CachedAttention, layer_cache
@@ -31,33 +33,63 @@ class PagedKVCache:
     """Keys and values of all layers; slot = block * block_size + offset.
 
     One slot more than the blocks have is padding: rows that only fill a batch are written there.
+    `places`: where each layer lies; as a rule in a plane of its own, by one block table for all.
     """
 
     def __init__(
-        self, layout: CacheLayout, num_slots: int, dtype: torch.dtype, device: torch.device
+        self,
+        layout: CacheLayout,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        places: Sequence[LayerPlace] = (),
+        num_planes: int | None = None,  # None: one for each layer
     ) -> None:
-        shape = (layout.num_layers, num_slots + 1, layout.num_kv_heads, layout.head_dim)
+        planes = layout.num_layers if num_planes is None else num_planes
+        shape = (planes, num_slots + 1, layout.num_kv_heads, layout.head_dim)
         # Not zeroed: the system hands out pages as they are first written.
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)  # [planes, S, g, D]
         self.values = torch.empty(shape, dtype=dtype, device=device)
-        self._keys_address, self._values_address = self.keys.data_ptr(), self.values.data_ptr()
-        self._layer_bytes = self.keys.stride(0) * dtype.itemsize
+        self._place(tuple(places) or one_table(layout.num_layers))
+
+    def shared_with(self, layout: CacheLayout, places: Sequence[LayerPlace]) -> PagedKVCache:
+        """The same memory for another model's layers, whose rows may be narrower."""
+        cache = object.__new__(PagedKVCache)
+        size = layout.num_kv_heads, layout.head_dim
+        rows = slice(0, layout.num_kv_heads * layout.head_dim)
+        cache.keys, cache.values = (
+            x.flatten(-2)[..., rows].view(*x.shape[:2], *size) for x in (self.keys, self.values)
+        )
+        cache._place(tuple(places))
+        return cache
+
+    def _place(self, places: tuple[LayerPlace, ...]) -> None:
+        self.places = places  # by layer
+        self.layers = CacheLayers(
+            [self.keys[place.plane].data_ptr() for place in places],
+            [self.values[place.plane].data_ptr() for place in places],
+            [place.table for place in places],
+        )
 
     @property
     def padding_slot(self) -> int:
         return self.keys.shape[1] - 1
 
-    def addresses(self, layer: int) -> tuple[int, int]:
-        """Where a layer's keys and values begin in memory."""
-        offset = layer * self._layer_bytes
-        return self._keys_address + offset, self._values_address + offset
+    @property
+    def has_whole_rows(self) -> bool:
+        """Whether a slot's row is followed by the next slot's."""
+        return self.keys.is_contiguous()
+
+    @cached_property
+    def planes_by_table(self) -> dict[int, slice]:
+        """Which planes of each table's blocks are this model's: they follow each other."""
+        planes: dict[int, list[int]] = {}
+        for table, plane in self.places:
+            planes.setdefault(table, []).append(plane)
+        return {table: slice(min(own), max(own) + 1) for table, own in planes.items()}
 
     def attention(self, tables: Sequence[BlockTable], spans: Sequence[Span]) -> PagedAttention:
         return PagedAttention(self, tables, spans)
-
-
-def slot_bytes(layout: CacheLayout, dtype: torch.dtype) -> int:
-    return 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * dtype.itemsize
 
 
 class PagedAttention(CachedAttention):
@@ -78,9 +110,10 @@ class PagedAttention(CachedAttention):
         self.positions = torch.tensor(positions, device=cache.keys.device)  # [N]
         kv_heads, dim = cache.keys.shape[-2:]
         work = sum(s.length * (s.start + s.length) for s in spans) * kv_heads * dim
-        fits = cache.keys.dtype is torch.float32 and dim % LANES == 0
+        fits = cache.keys.dtype is torch.float32 and dim % LANES == 0 and cache.has_whole_rows
         self.prefers_kernel = fits and work <= MAX_KERNEL_WORK * len(spans)
-        self._kernel_step: PagedStep | None = None
+        self._steps: dict[int, PagedStep] = {}  # by table
+        self._rows: dict[int, _TableRows] = {}
 
     def __call__(
         self,
@@ -91,20 +124,22 @@ class PagedAttention(CachedAttention):
         window: int | None,
         scores: Scores = PLAIN,
     ) -> Tensor:
+        table, plane = self.cache.places[layer]
         is_whole_row = k.shape[1:] == self.cache.keys.shape[-2:]
         fits = is_whole_row and scores.is_default and self._fits_kernel(q.shape[1])
         if fits and (kernels := kernels_for(q)):
-            cache = LayerCache(*self.cache.addresses(layer), window)
-            return kernels.paged_attention(q, k, v, cache, self._step(q.shape[1]))
-        keys = layer_cache(self.cache.keys[layer], k)  # [S, g, D]
-        values = layer_cache(self.cache.values[layer], v)
-        keys.index_copy_(0, self._slots, k.to(keys.dtype))
-        values.index_copy_(0, self._slots, v.to(values.dtype))
-        if len(self.sequences) == 1:
-            return self.sequences[0].attend(q, keys, values, window, scores)
+            cache = LayerCache(*self.cache.layers.addresses(layer), window)
+            return kernels.paged_attention(q, k, v, cache, self._step(table, q.shape[1]))
+        keys = layer_cache(self.cache.keys[plane], k)  # [S, g, D]
+        values = layer_cache(self.cache.values[plane], v)
+        sequences, slots = self.rows(table)
+        keys.index_copy_(0, slots, k.to(keys.dtype))
+        values.index_copy_(0, slots, v.to(values.dtype))
+        if len(sequences) == 1:
+            return sequences[0].attend(q, keys, values, window, scores)
         out = torch.empty_like(q)
         start = 0
-        for view in self.sequences:
+        for view in sequences:
             rows = slice(start, start + view.length)
             out[rows] = view.attend(q[rows], keys, values, window, scores)
             start += view.length
@@ -113,51 +148,63 @@ class PagedAttention(CachedAttention):
     def kernel_place(self, heads: int) -> CachePlace | None:
         if not self._fits_kernel(heads):
             return None
-        layer_size = self.cache.keys.stride(0)
-        return CachePlace(*self.cache.addresses(0), layer_size, self._step(heads))
+        tables = range(max(self.cache.planes_by_table) + 1)
+        steps = [self._step(table, heads) for table in tables]
+        return CachePlace(self.cache.layers, steps)
 
     def prefixes(self, x: Tensor) -> list[tuple[Tensor, int]]:
-        rows = self.cache.keys[0].flatten(1)  # [S, H]
-        rows.index_copy_(0, self._slots, x.to(rows.dtype))
-        return [(rows[view.gather], view.length) for view in self.sequences]
+        rows, (sequences, slots) = self.cache.keys[0].flatten(1), self.rows(0)  # [S, H]
+        rows.index_copy_(0, slots, x.to(rows.dtype))
+        return [(rows[view.gather], view.length) for view in sequences]
+
+    def rows(self, table: int) -> _TableRows:
+        """The spans' places by one of the sequences' tables; the same for all its layers."""
+        if table not in self._rows:
+            device = self.cache.keys.device
+            views = [
+                _SequenceView(self.tables[s.sequence].groups[table], s, device) for s in self.spans
+            ]
+            slots = torch.cat([view.write_slots for view in views]).to(self.positions.device)
+            self._rows[table] = _TableRows(views, slots)
+        return self._rows[table]
 
     def _fits_kernel(self, heads: int) -> bool:
         return self.prefers_kernel and heads <= MAX_GROUP * self.cache.keys.shape[-2]
 
-    @cached_property
-    def sequences(self) -> list[_SequenceView]:
-        device = self.cache.keys.device
-        return [_SequenceView(self.tables[s.sequence], s, device) for s in self.spans]
-
-    @cached_property
-    def _slots(self) -> Tensor:
-        """Where each row is written: [N]."""
-        return torch.cat([view.write_slots for view in self.sequences]).to(self.positions.device)
-
-    def _step(self, heads: int) -> PagedStep:
-        """The spans as the kernel reads them; the same for all layers."""
-        if self._kernel_step is None:
-            tables = [self.tables[s.sequence] for s in self.spans]
+    def _step(self, table: int, heads: int) -> PagedStep:
+        """The spans as the kernel reads them."""
+        if table not in self._steps:
+            tables = [self.tables[s.sequence].groups[table] for s in self.spans]
             spans = [
                 PagedSpan(s.start, s.length, t.blocks, s.parents)
                 for s, t in zip(self.spans, tables, strict=True)
             ]
             kv_heads, dim = self.cache.keys.shape[-2:]
-            self._kernel_step = PagedStep(spans, tables[0].block_size, heads, kv_heads, dim)
-        return self._kernel_step
+            self._steps[table] = PagedStep(spans, tables[0].block_size, heads, kv_heads, dim)
+        return self._steps[table]
+
+
+class _TableRows(NamedTuple):
+    sequences: list[_SequenceView]
+    slots: Tensor  # [N] where each row is written
 
 
 class _SequenceView:
-    """One span of one sequence: where its cache lies and which of it each row may see."""
+    """One span of one sequence: where its cache lies and which of it each row may see.
+
+    `base`: the first position that is cached; what stands before it, a window has passed. T counts
+    from there on.
+    """
 
     def __init__(self, table: BlockTable, span: Span, device: torch.device) -> None:
         self.span, self.start, self.length = span, span.start, span.length
         self.end = span.start + span.length
-        slots = _slots(table, self.end)  # [T]
-        self.write_slots = slots[span.start :]
-        first = table.slot(0)
+        self.base = table.num_passed * table.block_size
+        slots = _slots(table, self.base, self.end)  # [T]
+        self.write_slots = slots[span.start - self.base :]
         # The fast path and its reference: a slice of the cache, or a gather from it.
-        self.extent = slice(first, first + self.end) if table.contiguous else None
+        first, count = table.slot(self.base), self.end - self.base
+        self.extent = slice(first, first + count) if table.contiguous else None
         self.gather = slots.to(device)
         self._masks: dict[tuple[int | None, int], Tensor] = {}
         self.device = device
@@ -202,7 +249,7 @@ class _SequenceView:
 
     def _mask(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor | None:
         """Additive mask [n * group, T], made once per step; None where all is seen."""
-        sees_all = self.length == 1 and (window is None or self.end <= window)
+        sees_all = self.length == 1 and (window is None or self.end - self.base <= window)
         if sees_all:
             return None
         if (window, group) not in self._masks:
@@ -215,14 +262,14 @@ class _SequenceView:
     def _visible(self, window: int | None) -> Tensor:
         """[n, T]"""
         rows = torch.arange(self.start, self.end, device=self.device)
-        key = torch.arange(self.end, device=self.device)
+        key = torch.arange(self.base, self.end, device=self.device)
         visible = key <= rows[:, None]
         if self.span.parents is not None:
-            visible[:, self.start :] = self._ancestors()
+            visible[:, self.start - self.base :] = self._ancestors()
         if window is not None:
             depths = torch.tensor(row_depths(self.span), device=self.device)
             position = self.start + depths  # of rows
-            key[self.start :] = position
+            key[self.start - self.base :] = position
             visible &= position[:, None] - key < window
         return visible
 
@@ -244,11 +291,11 @@ def row_depths(span: Span) -> list[int]:
     return depths
 
 
-def _slots(table: BlockTable, length: int) -> Tensor:
-    """Slots of positions 0 .. length-1."""
+def _slots(table: BlockTable, base: int, end: int) -> Tensor:
+    """Slots of positions base .. end-1."""
     if table.contiguous:
-        first = table.slot(0)
-        return torch.arange(first, first + length)
+        first = table.slot(base)
+        return torch.arange(first, first + end - base)
     blocks = torch.tensor(table.blocks)
-    positions = torch.arange(length)
+    positions = torch.arange(base, end)
     return blocks[positions // table.block_size] * table.block_size + positions % table.block_size

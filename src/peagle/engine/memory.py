@@ -17,7 +17,7 @@ from torch import nn
 
 from peagle.config import EngineConfig
 from peagle.engine.blocks import BlockAllocator
-from peagle.engine.kv_cache import slot_bytes
+from peagle.engine.layer_groups import LayerGroups, group_layers, slot_bytes
 from peagle.errors import ConfigError
 from peagle.models.config import DecoderConfig
 from peagle.models.drafter import CacheLayout, Drafter
@@ -52,7 +52,7 @@ class DeviceMemory(NamedTuple):
 class CacheNeed(NamedTuple):
     block_bytes: int  # in the caches of target and drafter together
     longest: int  # positions of a request: max_model_len, with trees their rows behind it
-    per_request: int  # blocks of such a request
+    per_request: int  # blocks that such a request holds at most, windows considered
     at_once: int  # blocks that all requests could hold at once
 
     @property
@@ -65,28 +65,56 @@ def make_allocator(
     drafter: Drafter | None,
     config: EngineConfig,
     cache_len: int,  # positions that a request's blocks may have
+    groups: LayerGroups,
     probs_shape: tuple[int, int] | None = None,  # kept of each request's drafts
     num_draft_nodes: int | None = None,
 ) -> BlockAllocator:
     """As many blocks as the memory holds, and no more than could ever be used at once."""
-    need = cache_need(target, drafter, config, cache_len)
+    need = cache_need(target, drafter, config, cache_len, groups)
     device = target.embed_tokens.weight.device
     memory = device_memory(device)
     reserve = 0 if memory is None else step_reserve(target, drafter, config, num_draft_nodes)
     reserve += 4 * (config.max_num_seqs + 1) * math.prod(probs_shape) if probs_shape else 0
     num_blocks = count_blocks(need, config, memory, reserve)
-    return BlockAllocator(num_blocks, config.block_size, contiguous=device.type != "cuda")
+    is_contiguous = device.type != "cuda"
+    return BlockAllocator(num_blocks, config.block_size, is_contiguous, groups.windows)
+
+
+def make_groups(
+    target: TargetModel,
+    drafter: Drafter | None,
+    config: EngineConfig,
+    cache_len: int,
+    num_drafts: int = 0,  # in a step of one request, as a rule
+    max_drafts: int = 0,
+) -> LayerGroups:
+    def decode_rows(num_drafts: int) -> int:
+        """A step in flight may accept all; the next one writes as many, and drafts behind them."""
+        return 3 * (num_drafts + 1)
+
+    return group_layers(
+        target.cache_layout,
+        drafter.cache_layout if drafter is not None else None,
+        max_blocks=-(-cache_len // config.block_size),
+        block_size=config.block_size,
+        max_rows=max(config.max_num_batched_tokens, decode_rows(max_drafts)),
+        decode_rows=decode_rows(num_drafts),
+    )
 
 
 def cache_need(
-    target: TargetModel, drafter: Drafter | None, config: EngineConfig, cache_len: int
+    target: TargetModel,
+    drafter: Drafter | None,
+    config: EngineConfig,
+    cache_len: int,
+    groups: LayerGroups,
 ) -> CacheNeed:
     layouts = [target.cache_layout]
     if drafter is not None and drafter.cache_layout is not None:
         layouts.append(drafter.cache_layout)
     dtype = target.embed_tokens.weight.dtype
-    block_bytes = config.block_size * sum(slot_bytes(layout, dtype) for layout in layouts)
-    per_request = -(-cache_len // config.block_size)
+    block_bytes = config.block_size * groups.slot_bytes(layouts, dtype)
+    per_request = groups.blocks_for(-(-cache_len // config.block_size))
     return CacheNeed(block_bytes, cache_len, per_request, per_request * config.max_num_seqs)
 
 
@@ -221,10 +249,9 @@ def _too_little(
 ) -> ConfigError:
     if memory is None or config.kv_cache_memory_bytes is not None:
         budget = cache_budget(config, memory, reserve)
-        held = budget // need.block_bytes * config.block_size
         return ConfigError(
-            f"kv_cache_memory_bytes={budget} holds {held} tokens, "
-            f"one request may have {need.longest}",
+            f"kv_cache_memory_bytes={budget} is too little for one request of "
+            f"{need.longest} tokens, which takes {need.least_bytes}",
             hint="raise kv_cache_memory_bytes or lower max_model_len",
         )
     in_use = memory.total - memory.free

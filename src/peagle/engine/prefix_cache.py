@@ -51,14 +51,8 @@ class PrefixCache:
     def num_unused(self) -> int:
         return len(self._unused)
 
-    def find(self, keys: Sequence[Key]) -> list[int]:
-        """The blocks of the longest prefix that is known."""
-        found: list[int] = []
-        for key in keys:
-            if key not in self._blocks:
-                break
-            found.append(self._blocks[key])
-        return found
+    def knows(self, key: Key) -> bool:
+        return key in self._blocks
 
     def add(self, key: Key, block: int) -> None:
         """A block that somebody holds. If another block has the same content, that one stays."""
@@ -66,9 +60,11 @@ class PrefixCache:
             self._blocks[key] = block
             self._keys[block] = key
 
-    def take(self, block: int) -> None:
-        """Somebody holds it from now on."""
+    def take(self, key: Key) -> int:
+        """The block that is known by it; somebody holds it from now on."""
+        block = self._blocks[key]
         self._unused.pop(block, None)
+        return block
 
     def release(self, block: int) -> bool:
         """Nobody holds it any more -> whether it is kept."""

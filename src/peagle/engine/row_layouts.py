@@ -85,6 +85,8 @@ class ExactLayout:
 
 
 class PaddedLayout:
+    """`block_tables`  # [G, L, M]: those of DeviceBatch"""
+
     def __init__(self, ops: StepOps, block_tables: Tensor, block_size: int) -> None:
         self.ops, self.block_tables, self.block_size = ops, block_tables, block_size
 
@@ -92,22 +94,39 @@ class PaddedLayout:
         counts = [len(group.slots) * group.rows_per_item for group in items]
         # Both begin at multiples of 16 bytes, even of a single row: Triton compiles another form of
         # a kernel where a pointer does not, and one row is to have the bits it has among several.
-        total = sum(counts)
-        shape = 2, total + total % 2
-        both = torch.empty(shape, dtype=torch.int64, device=self.block_tables.device)[:, :total]
-        groups: list[PagedRows] = []
-        for group, part in zip(items, torch.split(both, counts, dim=1), strict=True):
-            # Items beyond the first group are prompts: many rows, which keep the device busy.
-            groups.append(self._group(model, group, 1 if groups else num_splits, *part))
-        keys, values = model.cache.keys, model.cache.values
-        attention = RowsAttention(RowGroups(both[0], both[1], groups), keys, values)
-        return Rows(attention, both[0], Packing(total))
+        total, cache = sum(counts), model.cache
+        shape = 1 + len(cache.planes_by_table), total + total % 2
+        device = self.block_tables.device
+        places = torch.empty(shape, dtype=torch.int64, device=device)[:, :total]
+        by_table: dict[int, RowGroups] = {}
+        for table, slots in zip(cache.planes_by_table, places[1:], strict=True):
+            groups: list[PagedRows] = []
+            for group, *part in zip(
+                items, *(torch.split(x, counts) for x in (places[0], slots)), strict=True
+            ):
+                # Items beyond the first group are prompts: many rows, which keep the device busy.
+                splits = 1 if groups else num_splits
+                groups.append(self._group(model, table, group, splits, *part))
+            by_table[table] = RowGroups(places[0], slots, groups)
+        attention = RowsAttention(
+            [by_table[place.table] for place in cache.places],
+            [cache.keys[place.plane] for place in cache.places],
+            [cache.values[place.plane] for place in cache.places],
+        )
+        return Rows(attention, places[0], Packing(total))
 
     def _group(
-        self, model: PagedModel, group: RowItems, num_splits: int, positions: Tensor, slots: Tensor
+        self,
+        model: PagedModel,
+        table: int,
+        group: RowItems,
+        num_splits: int,
+        positions: Tensor,
+        slots: Tensor,
     ) -> PagedRows:
+        block_tables = self.block_tables[table]
         plan = self.ops.plan_rows(
-            self.block_tables,
+            block_tables,
             group.slots,
             group.starts,
             group.counts,
@@ -120,7 +139,7 @@ class PaddedLayout:
             None if group.tree is None else group.tree.depths,
         )
         return PagedRows(
-            block_tables=self.block_tables,
+            block_tables=block_tables,
             tables=plan.tables,
             starts=plan.starts,
             ends=plan.ends,

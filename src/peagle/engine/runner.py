@@ -215,20 +215,21 @@ class Runner:
 
     def write_blocks(self, slots: Sequence[Slot]) -> None:
         """Tells the device which blocks these have gained."""
-        gained: list[tuple[int, int, int]] = []  # slot, column, block
+        gained: list[tuple[int, int, int, int]] = []  # table, slot, column, block
         for slot in slots:
             table = slot.request.table
             assert table is not None
             self._tables[slot.index] = table
-            new = table.blocks[slot.num_written_blocks :]
-            first = slot.num_written_blocks
-            gained += [(slot.index, first + n, block) for n, block in enumerate(new)]
-            slot.num_written_blocks = len(table.blocks)
+            for number, group in enumerate(table.groups):
+                first = group.num_written
+                new = enumerate(group.blocks[first:], start=first)
+                gained += [(number, slot.index, column, block) for column, block in new]
+                group.num_written = len(group.blocks)
         if not gained:
             return
         state = self.models.state
-        places, columns, blocks = self._to_device(torch.tensor(gained).t().contiguous())
-        state.block_tables[places, columns] = blocks.int()
+        numbers, places, columns, blocks = self._to_device(torch.tensor(gained).t().contiguous())
+        state.block_tables[numbers, places, columns] = blocks.int()
         tables = [s.request.table for s in slots]
         capacity = [[s.index for s in slots], [t.capacity if t else 0 for t in tables]]
         places, values = self._to_device(torch.tensor(capacity))

@@ -22,7 +22,7 @@ import numpy as np
 from peagle.engine.adjust import needs_adjustment
 from peagle.engine.blocks import BlockAllocator
 from peagle.engine.clock import Clock, Shares
-from peagle.engine.host_batch import Column, HostBatch
+from peagle.engine.host_batch import NEVER, Column, HostBatch
 from peagle.engine.prefix_cache import Key, PrefixCacheStats, extend_keys
 from peagle.engine.request import Request, Status
 from peagle.engine.sampler import SAMPLINGS, sampling_of
@@ -45,7 +45,6 @@ class Slot:
     num_prefilled: int = 0  # of all but the last of these, how many were scheduled or cached
     num_launched: int = 0  # of these, how many rows the device has, or will have first
     is_cacheable: bool = True  # False: the drafter leaves rows out from now on
-    num_written_blocks: int = 0  # how much of its block table the device has
     closed: bool = False  # ended or preempted: reports still in flight are not for it
     began: Shares | None = None  # the clock when it was admitted
 
@@ -109,7 +108,8 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         num_preempted = self._num_preempted
-        grown = self._make_room()
+        grown = self._pass_windows() if self.allocator.has_windows else []
+        grown += self._make_room()
         slots = np.flatnonzero(self.batch.ready())
         caps, drafts = self._caps(slots)
         budget = self.max_num_batched_tokens - len(slots) - int(caps.sum())
@@ -119,7 +119,7 @@ class Scheduler:
         chunks, joined = self._schedule_prompts(budget)
         slots = np.concatenate((slots, np.array(joined, dtype=np.int64)))
         caps = np.concatenate((caps, np.zeros(len(joined), dtype=np.int64)))
-        grown = [s for s in grown if not s.closed] + opened
+        grown = [s for s in dict.fromkeys(grown) if not s.closed] + opened
         return Schedule(slots, caps, chunks, opened, grown, drafts)
 
     @property
@@ -182,8 +182,8 @@ class Scheduler:
             limit = len(request.prompt_token_ids) + request.max_tokens
             most = limit + request.cache_slack
             table = self.allocator.open_table(most, self._keys(request))
-            num_cached, expected = table.capacity, request.num_tokens + request.max_drafts + 1
-            has_room = self.allocator.grow(table, min(expected, most))
+            num_cached = table.capacity
+            has_room = self.allocator.grow(table, self._first_tokens(request, most))
             if not has_room or self._is_computed_by_another(request, num_cached):
                 self.allocator.close_table(table)
                 break
@@ -194,6 +194,11 @@ class Scheduler:
         for slot in admitted:
             self._grow(slot, 0)
         return admitted
+
+    @staticmethod
+    def _first_tokens(request: Request, most: int) -> int:
+        """Those that are known, and the first step's."""
+        return min(request.num_tokens + request.max_drafts + 1, most)
 
     def _open(self, request: Request, limit: int, num_cached: int) -> Slot:
         self._num_admitted += 1
@@ -210,6 +215,7 @@ class Scheduler:
         batch.limits[n] = limit
         batch.max_capacity[n] = limit + request.cache_slack
         batch.capacity[n] = request.table.capacity
+        batch.passes_next[n] = request.table.passes_next or NEVER
         batch.per_step[n] = request.num_speculative_tokens + 1
         batch.num_rows[n] = request.max_drafts + 1
         batch.sampling[n] = SAMPLINGS.index(sampling_of([request.params]))
@@ -276,6 +282,28 @@ class Scheduler:
             for slot in self._prompting
         )
 
+    def _pass_windows(self) -> list[Slot]:
+        """Frees what no row to come can see; steps in flight count from the last report that was
+        read. -> prompts that have got other blocks for it."""
+        batch = self.batch
+        for n in np.flatnonzero((batch.decodes > 0) & (batch.num_computed >= batch.passes_next)):
+            self._pass_by(self.running[int(n)], int(batch.num_computed[n]))
+        for slot in self._prompting:
+            self._pass_by(slot, slot.num_launched)
+            # As many as it gave back, at most.
+            table, most = slot.request.table, int(batch.max_capacity[slot.index])
+            assert table is not None
+            has_grown = self.allocator.grow(table, self._first_tokens(slot.request, most))
+            assert has_grown
+            batch.capacity[slot.index] = table.capacity
+        return list(self._prompting)
+
+    def _pass_by(self, slot: Slot, position: int) -> None:
+        table = slot.request.table
+        assert table is not None
+        self.allocator.pass_by(table, position)
+        self.batch.passes_next[slot.index] = table.passes_next or NEVER
+
     def _make_room(self) -> list[Slot]:
         """Blocks for one more step of all that decode, the oldest first; may preempt the youngest.
         -> those that have got some."""
@@ -311,7 +339,7 @@ class Scheduler:
         left."""
         if self.waiting and self._free:
             return 0
-        share = self.allocator.num_free // (4 * len(self.running))
+        share = self.allocator.num_free // (4 * len(self.running) * len(self.allocator.windows))
         return min(share, BLOCKS_AHEAD) * self.allocator.block_size
 
     def _preempt(self, slot: Slot) -> None:

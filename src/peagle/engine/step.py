@@ -178,15 +178,16 @@ class Step:
         path = models.ops.walk_tree(
             counts, sampled.sampled_token_ids, sampled.usable, self.shape.depth
         )
-        models.ops.move_rows(
-            cache.keys,
-            cache.values,
-            models.state.block_tables,
-            self.fields.slots,
-            counts.num_computed,
-            path,
-            models.block_size,
-        )
+        for table, planes in cache.planes_by_table.items():
+            models.ops.move_rows(
+                cache.keys[planes],
+                cache.values[planes],
+                models.state.block_tables[table],
+                self.fields.slots,
+                counts.num_computed,
+                path,
+                models.block_size,
+            )
         if host is not None:
             host.take_path(path.rows.tolist())
         own, prompt = states

@@ -3,8 +3,8 @@
 A step reads and writes this state without asking the host, so the host may be a step behind.
 The last slot is padding: it fills batches up to a graph's size and never produces anything.
 
-Shapes: L slots (padding included), M blocks per request at most, D draft tokens at most, V tokens,
-B slots of a step, K draft tokens of a step.
+Shapes: L slots (padding included), G block tables of each, M entries of a table, D draft tokens at
+most, V tokens, B slots of a step, K draft tokens of a step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class DeviceBatch(NamedTuple):
     # [COLUMNS, L] int64 and [FRACTIONS, L] float32: one write opens a slot; the columns are below.
     numbers: Tensor
     fractions: Tensor
-    block_tables: Tensor  # [L, M] int32
+    # [G, L, M] int32. Entries that a window has passed stay: no row reads them.
+    block_tables: Tensor
     drafts: Tensor  # [L, D] draft tokens that the next step verifies
     trees: TreeRows | None  # [L, ...]; None where all drafts are chains
     draft_probs: Tensor | None  # [L, D, V] float32, what they were drawn from; only for rejection
@@ -153,6 +154,7 @@ def make_device_batch(
     device: torch.device,
     probs_shape: tuple[int, int] | None,
     *,
+    num_tables: int = 1,
     has_trees: bool = False,
     keeps_scores: bool = False,
 ) -> DeviceBatch:
@@ -167,7 +169,7 @@ def make_device_batch(
     return DeviceBatch(
         numbers=torch.zeros(COLUMNS, size, dtype=torch.int64, device=device),
         fractions=fractions,
-        block_tables=torch.zeros(size, max_blocks, dtype=torch.int32, device=device),
+        block_tables=torch.zeros(num_tables, size, max_blocks, dtype=torch.int32, device=device),
         drafts=torch.zeros(size, max_drafts, dtype=torch.int64, device=device),
         trees=_chains(size, max_drafts, device) if has_trees else None,
         draft_probs=probs,

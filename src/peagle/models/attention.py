@@ -6,6 +6,7 @@ a paged cache, training passes one that holds a mask over the rows at hand.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -59,12 +60,18 @@ class CachedAttention:
 class RowsAttention(CachedAttention):
     """For rows of fixed shapes over a paged cache, whose places lie on the device, as under CUDA
     graphs: on a GPU by the Triton kernel, elsewhere by its reference. `FusedLayers` runs whole
-    layers over the same rows and caches with Triton kernels, where it knows them."""
+    layers over the same rows and caches with Triton kernels, where it knows them.
 
-    def __init__(self, rows: RowGroups, keys: Tensor, values: Tensor) -> None:
-        self.rows = rows
-        self.keys = keys  # [L, S, g, D]
-        self.values = values  # [L, S, g, D]
+    Everything by layer: those that keep other positions have other block tables.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[RowGroups],
+        keys: Sequence[Tensor],  # [S, g, D] each
+        values: Sequence[Tensor],
+    ) -> None:
+        self.rows, self.keys, self.values = rows, keys, values
 
     def __call__(
         self,
@@ -76,9 +83,10 @@ class RowsAttention(CachedAttention):
         scores: Scores = PLAIN,
     ) -> Tensor:
         keys, values = layer_cache(self.keys[layer], k), layer_cache(self.values[layer], v)
-        keys.index_copy_(0, self.rows.slots, k.to(keys.dtype))
-        values.index_copy_(0, self.rows.slots, v.to(values.dtype))
-        parts = zip(self.rows.parts(q), self.rows.groups, strict=True)
+        rows = self.rows[layer]
+        keys.index_copy_(0, rows.slots, k.to(keys.dtype))
+        values.index_copy_(0, rows.slots, v.to(values.dtype))
+        parts = zip(rows.parts(q), rows.groups, strict=True)
         return torch.cat([_paged(x, keys, values, group, window, scores) for x, group in parts])
 
     def kernel_place(self, heads: int) -> CachePlace | None:

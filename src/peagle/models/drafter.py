@@ -43,6 +43,7 @@ class CacheLayout(NamedTuple):
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    windows: tuple[int | None, ...] = ()  # of the layers' attention; empty: none has one
 
 
 class RowItems(NamedTuple):

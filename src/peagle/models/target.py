@@ -64,7 +64,9 @@ class TargetModel(nn.Module):
     @property
     def cache_layout(self) -> CacheLayout:
         """A layer with narrower keys uses the beginning of each row: see `layer_cache`."""
-        return CacheLayout(self.config.num_hidden_layers, *self.config.largest_kv_row)
+        config = self.config
+        row = config.largest_kv_row
+        return CacheLayout(config.num_hidden_layers, *row, config.sliding_windows)
 
     def forward(
         self,

@@ -14,6 +14,7 @@ from peagle.engine.memory import (
     cache_need,
     device_memory,
     make_allocator,
+    make_groups,
     reported_shortage,
     step_reserve,
 )
@@ -87,8 +88,14 @@ def test_free_memory_includes_what_torch_only_keeps() -> None:
     assert 0 < after.free < after.total
 
 
+def bytes_of_a_block(target: TargetModel, drafter: Drafter | None, context: int) -> int:
+    given = target, drafter, engine_config(), context
+    return cache_need(*given, make_groups(*given)).block_bytes
+
+
 def test_blocks_are_handed_out_without_reserving() -> None:
-    allocator = make_allocator(*models("cuda", HEADS["p-eagle"]), EngineConfig(), CONTEXT)
+    given = *models("cuda", HEADS["p-eagle"]), EngineConfig(), CONTEXT
+    allocator = make_allocator(*given, make_groups(*given))
     assert allocator.num_blocks == 64 * CONTEXT // 16  # all that could be used at once
     assert allocator.open_table(CONTEXT).reserved == range(0)
 
@@ -98,7 +105,7 @@ def test_an_engine_with_its_graphs_stays_within_its_share() -> None:
     share, allowed = share_with(64 * MIB, target, drafter)
     before = taken()
     engine = captured_engine(target, drafter, "coupled", gpu_memory_utilization=share)
-    block_bytes = cache_need(target, drafter, engine_config(), LONG_CONTEXT).block_bytes
+    block_bytes = bytes_of_a_block(target, drafter, LONG_CONTEXT)
     assert 63 * MIB < engine.allocator.num_blocks * block_bytes <= 64 * MIB
     engines.run(engine, jobs(12))
     assert before.by_anybody + 63 * MIB < taken().by_anybody <= allowed
@@ -130,7 +137,7 @@ def test_weights_that_do_not_fit_are_one_line_with_a_hint() -> None:
 
 def test_a_long_run_takes_no_more_memory_than_its_beginning() -> None:
     target, drafter = models("cuda", HEADS["p-eagle"])
-    block_bytes = cache_need(target, drafter, engine_config(), 60).block_bytes
+    block_bytes = bytes_of_a_block(target, drafter, 60)
     room = {"max_model_len": 60, "kv_cache_memory_bytes": NUM_BLOCKS * block_bytes}
     engine = captured_engine(target, drafter, "coupled", **room)
     expected = engines.answers_of(engines.run(exact_engine(HEADS["p-eagle"], "coupled"), jobs(30)))

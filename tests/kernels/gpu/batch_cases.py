@@ -73,7 +73,7 @@ def _random_state(
         return torch.randint(low, high, (num_slots,), generator=generator)
 
     real = slice(0, num_slots)
-    state.block_tables[real] = torch.randint(50, (num_slots, 9), generator=generator).int()
+    state.block_tables[0, real] = torch.randint(50, (num_slots, 9), generator=generator).int()
     state.num_prompt[real] = whole(1, 12)
     state.num_computed[real] = state.num_prompt[real] + whole(0, 10)
     state.limits[real] = state.num_computed[real] + whole(-1, 12)

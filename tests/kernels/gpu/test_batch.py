@@ -30,7 +30,7 @@ def test_plan_rows_equals_its_reference(case: Case, rows: int, last: int) -> Non
     starts = case.state.num_computed[case.slots]
     counts = torch.arange(len(case.slots), device=DEVICE).remainder(rows + 1)
     arguments = (
-        case.state.block_tables, case.slots, starts, counts, rows,
+        case.state.block_tables[0], case.slots, starts, counts, rows,
         batch_cases.BLOCK_SIZE, batch_cases.PADDING_SLOT, last,
     )  # fmt: skip
     written = starts.new_empty(4, len(starts) * rows)

@@ -358,7 +358,7 @@ class Server:
         rows = plan(items, width, num_splits)
         tokens = (rows.positions * 7 + rows.tables.repeat_interleave(width)) % 48
         groups = RowGroups(rows.positions, rows.slots, [rows])
-        attention = RowsAttention(groups, self.keys, self.values)
+        attention = RowsAttention([groups] * len(self.keys), self.keys, self.values)
         with torch.inference_mode():
             hidden = self.model(tokens, rows.positions, attention).hidden
             found = torch.cat((hidden.float(), self.model.logits(hidden)), dim=1)

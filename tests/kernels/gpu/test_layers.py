@@ -132,7 +132,7 @@ def serve(
     with torch.inference_mode():
         for groups in steps:
             rows = row_groups(groups, num_splits, weight.device)
-            out = forward(rows, RowsAttention(rows, keys, values))
+            out = forward(rows, RowsAttention([rows] * len(keys), keys, values))
             found.append(out[real_rows(groups).to(out.device)].float().cpu())
     return torch.cat(found)
 
@@ -379,7 +379,9 @@ def test_the_layers_can_be_captured_in_a_graph(device: torch.device) -> None:
     tokens = rows.positions % model.config.vocab_size
 
     def step() -> Tensor:
-        hidden = model(tokens, rows.positions, RowsAttention(rows, keys, values)).hidden
+        hidden = model(
+            tokens, rows.positions, RowsAttention([rows] * len(keys), keys, values)
+        ).hidden
         return model.logits(hidden)
 
     with torch.inference_mode():

@@ -245,7 +245,7 @@ def test_layers_take_the_kernel_that_fits(
     monkeypatch.setattr(gpu_layers, "rotate_and_write", noted("two kernels", rotate_and_write))
     cache = case.keys[None], case.values[None]
     rows = RowGroups(case.rows.positions, case.rows.slots, [case.rows])
-    gpu_layers.run_layers([layer], case.x, None, case.cos, case.sin, rows, *cache)
+    gpu_layers.run_layers([layer], case.x, None, case.cos, case.sin, [rows], *cache)
     assert called == [expected]
 
 

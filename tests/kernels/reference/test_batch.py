@@ -36,7 +36,7 @@ def test_a_step_verifies_within_blocks_and_caps_and_never_for_the_padding(case: 
 def test_plan_rows_places_rows_as_its_definition(case: Case, rows: int, last: int) -> None:
     starts = case.state.num_computed[case.slots].clamp(max=17)
     counts = torch.arange(len(case.slots), device=starts.device).remainder(rows + 1)
-    where = case.state.block_tables, case.slots, starts, counts, rows
+    where = case.state.block_tables[0], case.slots, starts, counts, rows
     positions, slots = starts.new_empty(2, len(starts) * rows)
     plan = batch.plan_rows(
         *where, batch_cases.BLOCK_SIZE, batch_cases.PADDING_SLOT, last, positions, slots

@@ -21,9 +21,10 @@ typedef struct {
 
 typedef struct {
     const float *cosine, *sine; /* [N, D] */
-    float *keys, *values;       /* of the first layer; the next one's are `layer_size` floats on */
-    int64_t layer_size, rows, hidden;
-    const step_layout *layout;
+    float *const *keys, *const *values; /* of each layer */
+    const int64_t *tables;              /* of each layer: its place in `layouts` */
+    int64_t rows, hidden;
+    const step_layout *const *layouts; /* the step's rows by each block table */
     const threads *team;
 } step_state;
 
@@ -41,7 +42,7 @@ static void add(float *out, const float *x, const float *y, int64_t size) {
 
 /* qkv [N, (h + 2g) D] -> rotated queries and keys [N, (h + g) D] */
 static void rotated(float *qk, const float *qkv, const layer *l, const step_state *s) {
-    const step_layout *step = s->layout;
+    const step_layout *step = s->layouts[0];
     const int64_t dim = step->dim, heads = step->heads + step->kv_heads;
     const int64_t size = heads * dim, stride = size + step->kv_heads * dim;
     if (!l->q_norm) {
@@ -60,10 +61,10 @@ static void rotated(float *qk, const float *qkv, const layer *l, const step_stat
 
 /* x [N, H] -> out [N, H]; attention reads `inputs` [N, width]. */
 static void decoder_layer(float *out, const float *x, const float *inputs, int64_t width,
-                          const layer *l, const layer_cache *cache, const step_state *s,
-                          float *scratch) {
-    const int64_t rows = s->rows, hidden = s->hidden, dim = s->layout->dim;
-    const int64_t queries = s->layout->heads * dim, kv = s->layout->kv_heads * dim;
+                          const layer *l, const layer_cache *cache, const step_layout *layout,
+                          const step_state *s, float *scratch) {
+    const int64_t rows = s->rows, hidden = s->hidden, dim = layout->dim;
+    const int64_t queries = layout->heads * dim, kv = layout->kv_heads * dim;
     const int64_t inner = l->intermediate;
     float *normed = scratch, *qkv = normed + rows * hidden;
     float *qk = qkv + rows * (queries + 2 * kv), *mixed = qk + rows * (queries + kv);
@@ -72,7 +73,7 @@ static void decoder_layer(float *out, const float *x, const float *inputs, int64
     project(qkv, inputs, l->qkv, rows, width, queries + 2 * kv, s->team);
     rotated(qk, qkv, l, s);
     paged_attention(mixed, qk, queries + kv, qk + queries, queries + kv, qkv + queries + kv,
-                    queries + 2 * kv, cache, s->layout, s->team);
+                    queries + 2 * kv, cache, layout, s->team);
     project(normed, mixed, l->o, rows, queries, hidden, s->team);
     add(out, x, normed, rows * hidden);
 
@@ -89,13 +90,14 @@ void decoder_layers(float *states, const float *x, const float *inputs, int64_t 
                     const layer *layers, int64_t count, const step_state *s, float *scratch) {
     for (int64_t i = 0; i < count; i++) {
         const layer *l = layers + i;
-        layer_cache cache = {s->keys + i * s->layer_size, s->values + i * s->layer_size, l->window};
+        layer_cache cache = {s->keys[i], s->values[i], l->window};
         if (!inputs) {
             rms_norm(scratch, x, l->input_norm, s->rows, s->hidden, l->eps);
             inputs = scratch;
             width = s->hidden;
         }
-        decoder_layer(states, x, inputs, width, l, &cache, s, scratch);
+        const step_layout *layout = s->layouts[s->tables[i]];
+        decoder_layer(states, x, inputs, width, l, &cache, layout, s, scratch);
         x = states;
         states += s->rows * s->hidden;
         inputs = NULL;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from array import array
 from collections.abc import Sequence
 from ctypes import c_double, c_int64, c_void_p
 from typing import NamedTuple
@@ -17,13 +18,23 @@ from peagle.kernels.cpu.ops import PagedStep
 from peagle.kernels.layer_tensors import LayerTensors
 
 
-class CachePlace(NamedTuple):
-    """Where the first layer's keys and values [S, g, D] lie, and this step's rows in them."""
+class CacheLayers:
+    """Where each layer's keys and values [S, g, D] lie, and by which of the block tables."""
 
-    keys: int
-    values: int
-    layer_size: int  # floats from one layer's to the next one's
-    step: PagedStep
+    def __init__(self, keys: Sequence[int], values: Sequence[int], tables: Sequence[int]) -> None:
+        assert len(keys) == len(values) == len(tables)
+        self.keys, self.values = (array("Q", addresses) for addresses in (keys, values))
+        self.tables = array("q", tables)
+
+    def addresses(self, layer: int) -> tuple[int, int]:
+        return self.keys[layer], self.values[layer]
+
+
+class CachePlace(NamedTuple):
+    """The layers' caches, and this step's rows in them by each block table."""
+
+    layers: CacheLayers
+    steps: Sequence[PagedStep]
 
 
 class _Layer(ctypes.Structure):
@@ -42,9 +53,9 @@ class _State(ctypes.Structure):
     """`step_state` in layers.c."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("cosine", "sine", "keys", "values")),
-        *((name, c_int64) for name in ("layer_size", "rows", "hidden")),
-        *((name, c_void_p) for name in ("layout", "team")),
+        *((name, c_void_p) for name in ("cosine", "sine", "keys", "values", "tables")),
+        *((name, c_int64) for name in ("rows", "hidden")),
+        *((name, c_void_p) for name in ("layouts", "team")),
     )
 
 
@@ -97,20 +108,22 @@ class LayersKernel:
         place: CachePlace,
     ) -> Tensor:
         """-> [L, N, H]: the output of every layer."""
-        step = place.step
-        self._check(x, inputs, step)
+        step, caches = place.steps[0], place.layers
+        self._check(x, inputs, place)
         x, inputs = x.contiguous(), None if inputs is None else inputs.contiguous()
         cos, signed_sin = (part.contiguous() for part in rotation)
         rows, hidden = x.shape
         assert cos.shape == signed_sin.shape == (rows, 1, step.dim)
         team = Threads()
+        layouts = array("Q", map(ctypes.addressof, place.steps))
+        pointers = caches.keys, caches.values, caches.tables
         state = _State(
             cos.data_ptr(),
             signed_sin.data_ptr(),
-            *place[:3],
+            *(own.buffer_info()[0] for own in pointers),
             rows,
             hidden,
-            ctypes.addressof(step),
+            layouts.buffer_info()[0],
             ctypes.addressof(team),
         )
         states = x.new_empty((len(self._layers), rows, hidden))
@@ -128,9 +141,12 @@ class LayersKernel:
         )
         return states
 
-    def _check(self, x: Tensor, inputs: Tensor | None, step: PagedStep) -> None:
+    def _check(self, x: Tensor, inputs: Tensor | None, place: CachePlace) -> None:
         """Our own mistakes: C would read beyond the end."""
+        step = place.steps[0]
         rows = step.num_rows
+        assert len(place.layers.tables) == len(self._layers)
+        assert all(own.num_rows == rows for own in place.steps)
         assert x.shape == (rows, self._hidden)
         if inputs is None:
             assert self._held[0].input_norm is not None

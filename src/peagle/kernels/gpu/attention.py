@@ -303,12 +303,13 @@ def _attend(
     last_row = tl.minimum((first_folded + BLOCK_M - 1) // GROUP, Q - 1)
     end = tl.minimum(tl.load(ends_ptr + item).to(tl.int32), start + last_row + 1)
     end = tl.minimum(end, capacity)
-    begin = 0
+    begin, lowest = 0, 0
     if WINDOW > 0:
         first_row = first_folded // GROUP
         if ancestors_ptr is not None:
             first_row = 0  # the tile's lowest position is the first row's, at worst
-        begin = tl.maximum(start + first_row - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        lowest = tl.maximum(start + first_row - WINDOW + 1, 0)
+        begin = lowest // BLOCK_N * BLOCK_N
     if SPLITS > 1:
         split = tl.program_id(2)
         if FIXED_SPLITS:
@@ -337,6 +338,8 @@ def _attend(
     for tile_begin in range(begin, end, BLOCK_N):
         key = tile_begin + tl.arange(0, BLOCK_N)
         may_read = key < end
+        if WINDOW > 0:  # blocks before it may be another request's by now
+            may_read = may_read & (key >= lowest)
         block = tl.load(table_ptr + key // BLOCK_SIZE, mask=may_read, other=0).to(tl.int64)
         slot = block * BLOCK_SIZE + key % BLOCK_SIZE
         offset = (slot * SLOT + kv_head * D)[:, None] + column[None, :]

@@ -31,16 +31,16 @@ class _Attention(NamedTuple):
     layers: Sequence[LayerTensors]
     cos: Tensor  # [P, D]
     sin: Tensor  # [P, D], the first half negated
-    rows: RowGroups
-    keys: Tensor  # [L, S, g, D]
-    values: Tensor  # [L, S, g, D]
+    rows: Sequence[RowGroups]
+    keys: Sequence[Tensor]  # [S, g, D] each
+    values: Sequence[Tensor]
     policy: Policy
 
     def of_qkv(self, depth: int, qkv: Tensor) -> Tensor:
         """The layer's qkv [N, (h + 2g) * D] -> [N, h * D]."""
         layer, cache = self.layers[depth], (self.keys[depth], self.values[depth])
         norms = (layer.q_norm, layer.k_norm, layer.eps)
-        q = rotate_and_write(qkv, self.rows, self.cos, self.sin, *norms, *cache)
+        q = rotate_and_write(qkv, self.rows[depth], self.cos, self.sin, *norms, *cache)
         return self._read(depth, q)
 
     def of_rows(self, depth: int, x: Tensor, norm: Norm | None) -> Tensor:
@@ -54,7 +54,7 @@ class _Attention(NamedTuple):
             layer.qkv.weight,
             layer.qkv.bias,
             norm=norm,
-            rows=self.rows,
+            rows=self.rows[depth],
             cos=self.cos,
             sin=self.sin,
             keys=keys,
@@ -67,7 +67,8 @@ class _Attention(NamedTuple):
         """Queries [N, h, D] -> [N, h * D]."""
         cache, window = (self.keys[depth], self.values[depth]), self.layers[depth].window
         out = torch.empty_like(q)
-        parts = self.rows.parts(q), self.rows.parts(out), self.rows.groups
+        rows = self.rows[depth]
+        parts = rows.parts(q), rows.parts(out), rows.groups
         for own, result, group in zip(*parts, strict=True):
             paged_attention(own, *cache, group, window, self.policy, out=result)
         return out.flatten(-2)
@@ -79,9 +80,9 @@ def run_layers(
     inputs: Tensor | None,  # [N, I]: what the first layer's attention reads; None: normed x
     cos: Tensor,  # [P, D]
     sin: Tensor,  # [P, D], the first half negated
-    rows: RowGroups,
-    keys: Tensor,  # [L, S, g, D]
-    values: Tensor,  # [L, S, g, D]
+    rows: Sequence[RowGroups],  # by layer, as all that follows
+    keys: Sequence[Tensor],  # [S, g, D] each
+    values: Sequence[Tensor],
     policy: Policy = FAST,
 ) -> list[Tensor]:
     """-> the output [N, H] of every layer."""

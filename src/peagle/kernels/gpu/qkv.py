@@ -49,7 +49,8 @@ def rotate_and_write(
     assert (q_norm is None) == (k_norm is None)
     assert cos.dtype == sin.dtype == torch.float32
     assert qkv.dtype == keys.dtype == values.dtype
-    assert all(t.is_contiguous() for t in (qkv, cos, sin, keys, values))
+    assert all(t.is_contiguous() for t in (qkv, cos, sin))
+    _check_cache(keys, values)
     q = torch.empty(qkv.shape[0], heads, dim, dtype=qkv.dtype, device=qkv.device)
     block_heads = HEADS_PER_PROGRAM
     if qkv.shape[0] > FEW_ROWS:
@@ -70,6 +71,7 @@ def rotate_and_write(
             eps,
             HEADS=heads,
             KV_HEADS=kv_heads,
+            SLOT=keys.stride(0),
             HALF=dim // 2,
             HAS_NORM=q_norm is not None,
             BLOCK_H=block_heads,
@@ -102,6 +104,7 @@ def _rotate_and_write(
     eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    SLOT: tl.constexpr,  # values from one slot to the next
     HALF: tl.constexpr,  # D / 2: a head is two halves, whose elements are rotated in pairs
     HAS_NORM: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -120,7 +123,7 @@ def _rotate_and_write(
     cos_y = tl.load(cos_ptr + angles + HALF, mask=column < HALF, other=0.0)
     sin_x = tl.load(sin_ptr + angles, mask=column < HALF, other=0.0)
     sin_y = tl.load(sin_ptr + angles + HALF, mask=column < HALF, other=0.0)
-    slot = tl.load(slots_ptr + row).to(tl.int64) * (KV_HEADS * 2 * HALF) + column
+    slot = tl.load(slots_ptr + row).to(tl.int64) * SLOT + column
     if OVERLAPS:
         wait()
     source = qkv_ptr + row * ((HEADS + 2 * KV_HEADS) * 2 * HALF) + head * (2 * HALF) + column
@@ -214,6 +217,7 @@ def qkv_to_cache(
         INPUTS=inputs,
         HEADS=heads,
         KV_HEADS=kv_heads,
+        SLOT=keys.stride(0),
         HALF=dim // 2,
         HAS_BIAS=bias is not None,
         HAS_NORM=norm is not None,
@@ -249,7 +253,13 @@ def _check(
     assert cos.shape[1] == sin.shape[1] == dim
     assert cos.dtype == sin.dtype == torch.float32
     assert x.dtype == weight.dtype == keys.dtype == values.dtype
-    assert all(t.is_contiguous() for t in (cos, sin, keys, values))
+    assert all(t.is_contiguous() for t in (cos, sin))
+    _check_cache(keys, values)
+
+
+def _check_cache(keys: Tensor, values: Tensor) -> None:
+    """Heads lie side by side; a slot's may be the beginning of a wider row."""
+    assert keys.stride() == values.stride() == (keys.stride(0), keys.shape[-1], 1)
 
 
 # One compiled form for every number of rows, so that all have the same order of sums.
@@ -275,6 +285,7 @@ def _qkv_to_cache(
     INPUTS: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    SLOT: tl.constexpr,  # values from one slot to the next
     HALF: tl.constexpr,  # D / 2
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -337,8 +348,8 @@ def _qkv_to_cache(
         places = (rows * HEADS + head)[:, None] * DIM + elements[None, :]
         tl.store(q_ptr + places, result, mask=there)
     elif head < HEADS + KV_HEADS:
-        places = (slot * KV_HEADS + head - HEADS)[:, None] * DIM + elements[None, :]
+        places = (slot * SLOT + (head - HEADS) * DIM)[:, None] + elements[None, :]
         tl.store(keys_ptr + places, result, mask=there)
     else:
-        places = (slot * KV_HEADS + head - HEADS - KV_HEADS)[:, None] * DIM + elements[None, :]
+        places = (slot * SLOT + (head - HEADS - KV_HEADS) * DIM)[:, None] + elements[None, :]
         tl.store(values_ptr + places, result, mask=there)

@@ -44,9 +44,9 @@ def paged_attention(
     scores: Scores = PLAIN,
 ) -> Tensor:
     """-> [N, h, D]; zeros for a row that sees no key. `num_splits` does not matter here."""
-    written = _written(rows)  # [I, T]
-    slots = _slots(rows).where(written, 0)
-    k, v = _written_only(keys[slots], written), _written_only(values[slots], written)
+    there = _written(rows) & _may_be_seen(rows, window)  # [I, T]
+    slots = _slots(rows).where(there, 0)
+    k, v = _only(there, keys[slots]), _only(there, values[slots])
     by_item = q.reshape(len(rows.starts), rows.rows_per_item, *q.shape[1:])
     return attend(by_item, k, v, _visible(rows, window), scores).flatten(0, 1)
 
@@ -130,6 +130,12 @@ def _key_positions(rows: PagedRows) -> Tensor:
     return torch.arange(length, device=rows.block_tables.device)
 
 
-def _written_only(cached: Tensor, written: Tensor) -> Tensor:
-    """[I, T, g, D] with zeros for what was never written, as that may be NaN."""
-    return at_least_float32(cached).masked_fill(~written[..., None, None], 0)
+def _may_be_seen(rows: PagedRows, window: int | None) -> Tensor:
+    """[I, T]: blocks that the window has passed may be another sequence's."""
+    lowest = 0 if window is None else (rows.starts[:, None] - window + 1).clamp(min=0)
+    return _key_positions(rows) >= lowest
+
+
+def _only(there: Tensor, cached: Tensor) -> Tensor:
+    """[I, T, g, D] with zeros for what is not there, as that may be NaN."""
+    return at_least_float32(cached).masked_fill(~there[..., None, None], 0)
