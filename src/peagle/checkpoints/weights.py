@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 def parts_of(module: nn.Module) -> dict[str, Part]:
     """Stored name -> place, for every parameter of the module."""
-    parts = {}
+    parts: dict[str, Part] = {}
     tied = _tied_names(module)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in tied:
