@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Phi3Config, T5Config, T5ForConditionalGeneration
 
-from peagle.checkpoints.targets import load_adapted
+from peagle.checkpoints.targets import has_native_target, load_adapted
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.engine.loading import load_engine_target, load_speculation
 from peagle.errors import ConfigError, ModelError
@@ -16,7 +16,7 @@ from peagle.models.adapter import TransformersTarget, _from_digits, _to_digits
 from peagle.models.attention import causal_attention
 from peagle.models.drafter import Span
 from tests.tiny.caches import poisoned_cache, shuffled_tables
-from tests.tiny.families import ADAPTED, RECOMPUTED, SEVERAL_STATES
+from tests.tiny.families import ADAPTED, FAMILIES, RECOMPUTED, SEVERAL_STATES
 from tests.tiny.models import UNEVEN, save_reference
 
 from .test_target_parity import close, expected
@@ -100,6 +100,14 @@ def test_a_rope_that_changes_with_the_length_is_refused(tmp_path: Path) -> None:
     sizes = UNEVEN.target | {"pad_token_id": None, "original_max_position_embeddings": 48}
     save_reference(tmp_path, Phi3Config(**sizes, rope_parameters=rope | factors))
     with pytest.raises(ModelError, match="longrope"):
+        load(tmp_path)
+
+
+def test_a_model_that_looks_ahead_is_refused(tmp_path: Path) -> None:
+    """A draft would change what the target says before it."""
+    save_reference(tmp_path, FAMILIES["gemma3"](use_bidirectional_attention=True))
+    assert not has_native_target(tmp_path)
+    with pytest.raises(ModelError, match="depend on the tokens behind it"):
         load(tmp_path)
 
 

@@ -118,12 +118,18 @@ class TransformersTarget(TargetModel):
         """Finds the scales of embeddings and logits, and whether the paged way is right."""
         device = self.embed_tokens.weight.device
         tokens = torch.arange(TRIAL_TOKENS, device=device) % self.config.vocab_size
-        expected = self.model(input_ids=tokens[None], use_cache=False).logits[0]
+        expected = self._logits_of(tokens)
+        if not _near(self._logits_of(tokens[:TRIAL_CUT]), expected[:TRIAL_CUT]):
+            raise _unknown(self.model, "a token's logits depend on the tokens behind it")
         self._find_output(tokens, expected)
         if not (self._find_embedding_scale(tokens) and self._is_paged(tokens, expected)):
             self.rolls_back = False
             table = _to_digits(torch.arange(self.config.vocab_size, device=device))
             self._digits = table.to(self.embed_tokens.weight.dtype)
+
+    def _logits_of(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_ids=tokens[None], use_cache=False).logits[0]
+        return logits
 
     def _is_paged(self, tokens: Tensor, expected: Tensor) -> bool:
         device = tokens.device
@@ -243,6 +249,12 @@ class _GrowingAttention:
 
 def adapted_config(config: Any) -> DecoderConfig:
     """What an engine and a head must know of any causal language model."""
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        if not isinstance(getattr(config, name, None), int):
+            raise ModelError(
+                f"model type {config.model_type!r} is no causal language model: it has no {name}",
+                hint="a target reads and writes text, token by token",
+            )
     if changing := [kind for kind in _rope_types(config) if kind in CHANGING_ROPES]:
         raise ModelError(
             f"rope type {changing[0]!r} turns a token by the length of the text that follows it, "
