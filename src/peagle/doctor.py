@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from peagle.backends.vllm.released import released_with_head
 from peagle.checkpoints.heads.config import read_head_config
 from peagle.checkpoints.heads.references import resolve_head, resolve_head_config
 from peagle.checkpoints.references import (
@@ -24,7 +25,7 @@ from peagle.data.dataset import Dataset
 from peagle.data.fingerprints import template_fingerprint, tokenizer_fingerprint
 from peagle.data.packing import lay_out
 from peagle.data.summary import share, spread, supervised_per_row
-from peagle.engine.memory import head_memory, target_memory
+from peagle.engine.memory import ModelMemory, head_memory, target_memory
 from peagle.engine.prompts import PromptReader
 from peagle.errors import ModelError, PeagleError, RequestError
 from peagle.evaluate.offline import Pair, evaluate_pair, load_pair
@@ -230,13 +231,14 @@ def check_loss_shares(rows: Rows, depths: int) -> Finding:
 def examine_configs(head: str, model: str) -> Iterator[Finding]:
     """What the two configs say together; no weight is read, none needs to be there."""
     config = load_config(resolve_config(model))
-    yield from guarded("target", map(check_path, [config]))
+    (path,) = guarded("target", map(check_path, [config]))
+    yield path
+    if path.level == "error":
+        return  # there is no target to hold the head against
     head_config = read_head_config(resolve_head_config(head), with_weights=False)
     yield from guarded("fit", check_fit(head_config, config))
     yield from check_layers(head_config, config)
-    advised, most = head_config.num_speculative_tokens, head_config.max_speculative_tokens
-    message = f"{head_config.method}, {advised} draft tokens unless told, {most} at most"
-    yield Finding("ok", "drafts", message)
+    yield check_drafts(head_config, head)
     yield from guarded("memory", check_memory(head_config, config))
 
 
@@ -247,10 +249,40 @@ def check_path(config: Any) -> Finding:
         decoder = DecoderConfig.from_transformers(config)
     except ModelError as error:
         adapted_config(config)  # raises where there is no way
+        if not _is_causal(family):
+            message = f"transformers has no causal language model of type {family}"
+            return Finding("error", "target", message, "a target writes text, token by token")
         message = f"{family} runs by transformers' modules, slower: {error.message}"
         return Finding("warning", "target", message, "serve it with --backend vllm")
     by = "the fused kernels" if decoder.has_standard_layers else "its modules"
-    return Finding("ok", "target", f"{family} is native and runs by {by}")
+    message = f"{family} is native and runs by {by}"
+    if decoder.experts is not None:
+        form = decoder.experts.low_bit
+        kept = f", in {form.kind.upper()}," if form else ""
+        message += f"; its experts{kept} by a grouped product"
+    return Finding("ok", "target", message)
+
+
+def _is_causal(family: str) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    # The text models of two families are not in the table; the families are.
+    return family in NAMES or family.removesuffix("_text_model") in NAMES
+
+
+def check_drafts(head: HeadConfig, reference: str) -> Finding:
+    """K as the config says it. Most released ones do not: what is known of these, from the card."""
+    advised, most = head.num_speculative_tokens, head.max_speculative_tokens
+    message = f"{head.method}, {advised} draft tokens unless told, {most} at most"
+    released = released_with_head(reference)
+    if released is None:
+        return Finding("ok", "drafts", message)
+    depth = released.max_speculative_tokens
+    trained = "" if depth is None else f", which was trained for {depth}"
+    card = f"its card serves it with {released.num_speculative_tokens}{trained}"
+    differs = advised != released.num_speculative_tokens
+    hint = f"give --spec-tokens {released.num_speculative_tokens}"
+    return graded("drafts", f"{message}; {card}", warning=differs, hint=hint)
 
 
 def check_fit(head: HeadConfig, config: Any) -> Iterator[Finding]:
@@ -269,7 +301,14 @@ def check_memory(head: HeadConfig, config: Any) -> Iterator[Finding]:
     weights = " + ".join(f"{part.weight_bytes(dtype) / 2**30:.1f}" for part in reversed(parts))
     cache = sum(part.token_bytes(dtype) for part in parts) / 2**10
     message = f"{weights} GiB of bfloat16 weights, {cache:.0f} KiB of cache for each token"
-    yield Finding("ok", "memory", message)
+    yield Finding("ok", "memory", message + _expanded_size(parts[-1], dtype))
+
+
+def _expanded_size(target: ModelMemory, dtype: torch.dtype) -> str:
+    if not target.num_low_bit:
+        return ""
+    expanded = target.num_parameters * dtype.itemsize / 2**30
+    return f"; experts stay low-bit (without a kernel for it, as on a CPU: {expanded:.1f} GiB)"
 
 
 def examine_head(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from peagle.backends.vllm.released import released_models
 from peagle.data.dataset import Dataset, DatasetWriter, Row, read_manifest
-from peagle.doctor import template_frame
+from peagle.doctor import check_drafts, template_frame
 from tests.tiny.families import ADAPTED, FAMILIES
 from tests.tiny.folders import byte_tokenizer, write_head, write_model
+from tests.tiny.models import UNEVEN
 
 from .fakes import Shell
 
@@ -206,6 +209,207 @@ def test_a_head_for_another_target_does_not_fit(
     assert "vocabulary" in found["fit"]["message"]
     assert found["target"]["level"] == level
     assert message in found["target"]["message"]
+
+
+# What config.json says of the published targets, at their own sizes: no weight is needed.
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+WINDOWS = ["sliding_attention", "full_attention"]
+QWEN3_CODER = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5472,
+    "max_position_embeddings": 262144,
+    "max_window_layers": 28,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_FP8 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm"],
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+GEMMA4 = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "model_type": "gemma4",
+    "text_config": {
+        "model_type": "gemma4_text",
+        "attention_k_eq_v": True,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 5376,
+        "hidden_size_per_layer_input": 0,
+        "intermediate_size": 21504,
+        "max_position_embeddings": 262144,
+        "num_attention_heads": 32,
+        "num_global_key_value_heads": 4,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 16,
+        "num_kv_shared_layers": 0,
+        "rms_norm_eps": 1e-06,
+        "sliding_window": 1024,
+        "tie_word_embeddings": True,
+        "vocab_size": 262144,
+    },
+    "tie_word_embeddings": True,
+}
+PUBLISHED: dict[str, tuple[dict[str, Any], str, str]] = {  # config, by what, memory in GiB
+    "gpt-oss-20b": (
+        GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32, "layer_types": WINDOWS * 12},
+        "; its experts, in MXFP4, by a grouped product",
+        "12.8 + 3.2 GiB",
+    ),
+    "gpt-oss-120b": (
+        GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128, "layer_types": WINDOWS * 18},
+        "; its experts, in MXFP4, by a grouped product",
+        "60.8 + 3.2 GiB",
+    ),
+    "qwen3-coder-30b-a3b-instruct": (
+        QWEN3_CODER,
+        "; its experts by a grouped product",
+        "56.9 + 1.7 GiB",
+    ),
+    "qwen3-coder-30b-a3b-instruct-fp8": (
+        QWEN3_CODER | {"quantization_config": QWEN3_FP8},
+        "; its experts, in FP8, by a grouped product",
+        "29.9 + 1.7 GiB",
+    ),
+    "gemma-4-31b-it": (GEMMA4, "", "57.2 + 9.1 GiB"),
+}
+
+
+def released_head(target: dict[str, Any]) -> dict[str, Any]:
+    """In the layout of the released ones: four layers, tables of its own, full vocabulary."""
+    text = target.get("text_config", target)
+    layers, same = text["num_hidden_layers"], ("hidden_size", "vocab_size", "head_dim")
+    same += ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+    return {name: text[name] for name in same} | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "intermediate_size": 4 * text["hidden_size"],
+        "num_hidden_layers": 4,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "draft_vocab_size": text["vocab_size"],
+        "ptd_token_id": text["vocab_size"] - 68,
+        "pard_token": text["vocab_size"] - 68,
+        "target_hidden_size": text["hidden_size"],
+        "num_aux_hidden_states": 3,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [2, layers // 2, layers - 3],
+            "use_aux_hidden_state": True,
+        },
+        "norm_before_residual": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def write_configs(folder: Path, **configs: dict[str, Any]) -> list[str]:
+    for name, config in configs.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    return [str(folder / name) for name in configs]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_pairs_fit_by_their_configs(
+    name: str, command: Shell, tmp_path: Path
+) -> None:
+    config, by, memory = PUBLISHED[name]
+    head, target = write_configs(tmp_path, head=released_head(config), target=config)
+    assert command("doctor", head, "--model", target, "--json") == 0
+    assert {finding["level"] for finding in command.json} == {"ok"}
+    found = {finding["check"]: finding["message"] for finding in command.json}
+    assert found["target"].endswith(f"is native and runs by its modules{by}")
+    assert "p-eagle" in found["drafts"]
+    assert found["memory"].startswith(memory)
+    assert ("low-bit" in found["memory"]) == (", in " in by)
+    released = released_models().get(name)
+    if released is not None:  # what its table says of the sizes, in 1e9 bytes
+        gib = float(memory.split(" ")[0])
+        assert gib * 2**30 == pytest.approx(released.target_gb * 1e9, rel=0.03)
+
+
+def test_what_a_released_heads_card_says_of_k_stands_beside_its_config() -> None:
+    """Its layout has no place for the depth that it was trained for."""
+    config = UNEVEN.head_config(num_speculative_tokens=3)
+    finding = check_drafts(config, "amazon/gpt-oss-20b-p-eagle")
+    assert "its card serves it with 7, which was trained for 10" in finding.message
+    assert (finding.level, finding.hint) == ("warning", "give --spec-tokens 7")
+    assert check_drafts(config, "somebody/else").level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "t5", "d_model": 8, "num_layers": 2, "num_heads": 2}, "of type t5"),
+        ({"model_type": "vit"}, "'vit' is no causal language model"),
+        ({"model_type": "of_tomorrow"}, "of_tomorrow"),
+    ],
+)
+def test_an_architecture_that_nothing_runs_gets_one_line(
+    config: dict[str, Any], message: str, command: Shell, head: str, tmp_path: Path
+) -> None:
+    (target,) = write_configs(tmp_path, target=config)
+    assert command("doctor", head, "--model", target, "--json") == 1
+    (finding,) = command.json
+    assert finding["level"] == "error"
+    assert message in finding["message"]
 
 
 def test_data_of_another_reasoning_mode_is_found(

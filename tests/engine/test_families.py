@@ -111,7 +111,7 @@ def test_with_trees(model: Model, static: bool) -> None:
 
 
 def test_when_a_request_begins_as_an_earlier_one_did(model: Model) -> None:
-    """Its first blocks are in the cache; of a target that computes again, as embeddings."""
+    """Its first blocks are in the cache; of a target that computes again, as token ids."""
     drafter = head_drafter(SHALLOW.make_head(model.target))
     engine = engines.make_engine(model.target, drafter, 3, enable_prefix_caching=True)
     first, second = engines.run(engine, [Job(PROMPTS[2], PARAMS, joins=n) for n in (0, 40)])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.cpu.library import cpu_library
+from peagle.kernels.reference.experts import MXFP4, LowBitForm
 from peagle.models import experts as module
 from peagle.models.config import DecoderConfig
 from peagle.models.experts import Experts, MixtureOfExperts, Routing
@@ -81,3 +82,26 @@ def test_the_grouped_product_of_a_gpu_is_captured_and_agrees(name: str) -> None:
     x.copy_(x.flip(0))
     graph.replay()
     torch.testing.assert_close(out, expected.flip(0), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3-moe"])
+@torch.no_grad()
+def test_low_bit_experts_by_the_kernel_are_the_references(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = MXFP4 if name == "gpt-oss" else LowBitForm("fp8", 16, 32)
+    sizes = {"hidden_size": 32, "intermediate_size": 64}
+    sizes |= {"moe_intermediate_size": 64} if name == "qwen3-moe" else {}
+    config = DecoderConfig.from_transformers(FAMILIES[name](**sizes)).with_experts_as(form)
+    assert config.experts is not None
+    block = MixtureOfExperts(config, config.experts)
+    randomise(block.router, scale=0.3)
+    for parameter in block.experts.parameters():
+        if parameter.dtype == torch.uint8:
+            parameter.data = torch.randint(118, 122, parameter.shape).to(torch.uint8)
+        else:
+            parameter.data = (0.3 * torch.randn(parameter.shape)).to(parameter.dtype)
+    x = torch.randn(2, 32)
+    expected = block(x)
+    monkeypatch.setattr(module, "gpu_takes", lambda x: True)
+    torch.testing.assert_close(block(x), expected, **near(expected, terms=64, depth=2))

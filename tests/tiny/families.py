@@ -9,6 +9,7 @@ from transformers import (
     BloomConfig,
     CohereConfig,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GPT2Config,
@@ -64,6 +65,11 @@ GEMMA4_EXPERTS = {
     "num_experts": 6,
     "top_k_experts": 3,
     "moe_intermediate_size": 24,
+}
+PER_LAYER_INPUTS = {
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 59,
+    "num_kv_shared_layers": 2,
 }
 MULTIPLIERS = {
     "embedding_multiplier": 3.0,
@@ -135,7 +141,8 @@ ADAPTED: dict[str, Family] = {
     "gpt-neox": make(GPTNeoXConfig),
     "cohere": make(CohereConfig, logit_scale=0.3, pad_token_id=None),
 }
-# Convolutions, gated delta rules, biases of attention; a value that is not as wide as its key.
+# Convolutions, gated delta rules, biases of attention; a value that is not as wide as its key;
+# layers that look tokens up in tables of their own and share keys.
 RECOMPUTED: dict[str, Family] = {
     "lfm2": make(Lfm2Config, layer_types=["conv", "full_attention"] * 2),
     "qwen3-next": make(
@@ -149,4 +156,21 @@ RECOMPUTED: dict[str, Family] = {
         linear_value_head_dim=8,
     ),
     "bloom": make(BloomConfig),
+    "gemma4-e2b": make(
+        Gemma4TextConfig,
+        **GEMMA4 | PER_LAYER_INPUTS | {"attention_k_eq_v": False},
+        use_double_wide_mlp=True,
+    ),
+}
+# Also computed again; there is no one hidden state behind a layer.
+SEVERAL_STATES: dict[str, Family] = {
+    "gemma3n": make(
+        Gemma3nTextConfig,
+        **PER_LAYER_INPUTS,
+        head_dim=8,
+        sliding_window=7,
+        layer_types=ALTERNATING,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+    ),
 }

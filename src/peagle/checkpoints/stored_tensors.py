@@ -1,7 +1,8 @@
-"""The tensors of a model folder under our names, in our shapes, and without low-bit forms.
+"""The tensors of a model folder under our names and in our shapes.
 
 Families name the same things differently, and some store experts transposed or interleaved.
-MXFP4 (GPT-OSS) and FP8 weights become plain ones of the dtype asked for, a tensor at a time.
+MXFP4 (GPT-OSS) and FP8 weights become plain ones of the dtype asked for, a tensor at a time; those
+of experts that are to stay low-bit, values and scales, are handed on as they are.
 
 Shapes: E experts, O outputs, I inputs of a product.
 """
@@ -9,7 +10,6 @@ Shapes: E experts, O outputs, I inputs of a product.
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from peagle.checkpoints.files import iter_tensors, tensor_names
 from peagle.errors import ModelError
+from peagle.kernels.reference.experts import LowBitForm, expand_fp8, expand_mxfp4
 
 logger = logging.getLogger(__name__)
 
@@ -45,20 +46,25 @@ UNUSED = re.compile(
 )
 # Behind the name of an 8-bit weight: its scales, of blocks or of outputs.
 FP8_SCALES = ("_scale_inv", "_scale")
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BLOCKS, SCALES = "_blocks", "_scales"
+EXPERT_WEIGHT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
 
 
 def stored_tensors(
-    folder: Path, family: str, dtype: torch.dtype, *, tied: bool
+    folder: Path,
+    family: str,
+    dtype: torch.dtype,
+    *,
+    tied: bool,
+    experts: LowBitForm | None = None,  # which they keep
 ) -> Iterator[tuple[str, Tensor]]:
     """Each once; of tied tables the embedding alone."""
     tables = []
-    for name, tensor in _expanded(folder, dtype):
+    for name, tensor in _expanded(folder, dtype, keeps_experts=experts is not None):
         if UNUSED.search(name):
             continue
-        from_blocks = name.endswith(BLOCKS)
-        name = our_name(name.removesuffix(BLOCKS))
+        from_blocks = name.endswith((BLOCKS, SCALES))
+        name = our_name(_low_bit_name(name) if experts else name.removesuffix(BLOCKS))
         if family == "gpt_oss" and ".experts." in name:
             tensor = _gpt_oss_experts(name, tensor, from_blocks)
         if tied and name in ("embed_tokens.weight", "lm_head.weight"):
@@ -72,13 +78,32 @@ def stored_tensors(
         )
 
 
+def stores_experts_as(form: LowBitForm, folder: Path) -> bool:
+    """Whether the folder holds what its config says."""
+    names = set(tensor_names(folder))
+    if form.kind == "mxfp4":
+        return any(name.endswith(BLOCKS) for name in names)
+    weights = {name for name in names if EXPERT_WEIGHT.search(name)}
+    return bool(weights) and {name + FP8_SCALES[0] for name in weights} <= names
+
+
+def _low_bit_name(name: str) -> str:
+    """MXFP4's products have all experts in one tensor: `LowBitMatrices` has names for its two."""
+    for ending, ours in ((BLOCKS, ".values"), (SCALES, ".scales")):
+        if name.endswith(ending):
+            return name.removesuffix(ending) + ours
+    return name
+
+
 def our_name(name: str) -> str:
     for pattern, ours in RENAMED:
         name = pattern.sub(ours, name)
     return name
 
 
-def _expanded(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _expanded(
+    folder: Path, dtype: torch.dtype, *, keeps_experts: bool
+) -> Iterator[tuple[str, Tensor]]:
     """The folder's tensors; weights that have scales, without them."""
     if not any(map(_is_scales, tensor_names(folder))):
         yield from iter_tensors(folder)
@@ -86,6 +111,9 @@ def _expanded(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     scales = {name: tensor for name, tensor in iter_tensors(folder) if _is_scales(name)}
     stored = expanded = 0
     for name, tensor in iter_tensors(folder):
+        if keeps_experts and ".experts." in name:
+            yield name, tensor.flatten(-2) if name.endswith(BLOCKS) else tensor
+            continue
         if name in scales:
             continue
         plain = _expand(name, tensor, scales, dtype)
@@ -115,32 +143,6 @@ def _expand(name: str, tensor: Tensor, scales: dict[str, Tensor], dtype: torch.d
         if (own := scales.get(name + ending)) is not None:
             return expand_fp8(tensor, own, dtype)
     return tensor
-
-
-def expand_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """blocks [E, O, G, 16], two values a byte, the lower half first; scales [E, O, G], as powers
-    of two of the 32 values of a block -> [E, O, G * 32]."""
-    values = torch.tensor([*FP4_VALUES, *(-x for x in FP4_VALUES)], dtype=torch.float32)
-    experts, outputs, groups, half = blocks.shape
-    out = torch.empty(experts, outputs, groups * half * 2, dtype=dtype)
-    for expert in range(experts):  # one at a time: a whole layer in float32 is gigabytes
-        packed = blocks[expert].int()
-        pairs = torch.stack((values[packed & 15], values[packed >> 4]), dim=-1)
-        exponents = scales[expert].int() - 127
-        out[expert] = torch.ldexp(pairs.flatten(-2), exponents[..., None]).flatten(-2)
-    return out
-
-
-def expand_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight [O, I], scales of it all, of its outputs [O, 1] or of its blocks [O', I']."""
-    scales = scales.float()
-    for dim in range(scales.dim()):
-        size, count = weight.shape[dim], scales.shape[dim]
-        if count > 1:
-            # Blocks are powers of two, of which the last may be cut off.
-            block = 1 << (math.ceil(size / count) - 1).bit_length()
-            scales = scales.repeat_interleave(block, dim).narrow(dim, 0, size)
-    return (weight.float() * scales).to(dtype)
 
 
 def _gpt_oss_experts(name: str, tensor: Tensor, from_blocks: bool) -> Tensor:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from peagle.checkpoints.decoder_configs import read_decoder_config
 from peagle.checkpoints.files import iter_tensors, read_json
 from peagle.checkpoints.references import first_line, load_config
-from peagle.checkpoints.stored_tensors import our_name, stored_tensors
+from peagle.checkpoints.stored_tensors import our_name, stored_tensors, stores_experts_as
 from peagle.checkpoints.weights import load_weights
 from peagle.errors import ModelError, PeagleError
 from peagle.models.config import SUPPORTED_MODEL_TYPES, DecoderConfig
-from peagle.models.experts import lay_out_experts_for_cpu
+from peagle.models.experts import has_low_bit_kernel, lay_out_experts_for_cpu
 from peagle.models.layers import lay_out_for_cpu
 from peagle.models.meta import on_meta
 from peagle.models.target import TargetModel
@@ -29,16 +29,22 @@ LAYERLESS = {EMBED, "norm.weight", OUTPUT}
 
 
 def load_target(folder: Path, *, dtype: torch.dtype, device: torch.device) -> TargetModel:
+    """Low-bit experts stay so where there is a kernel for them."""
     config = read_decoder_config(folder)
+    form = None if config.experts is None else config.experts.low_bit
+    if form and not (has_low_bit_kernel(form, device) and stores_experts_as(form, folder)):
+        form = None
     with on_meta():
-        target = TargetModel(config)
+        target = TargetModel(config.with_experts_as(form))
     if device.type == "cpu":
         lay_out_for_cpu(target)
         lay_out_experts_for_cpu(target)
     _move_rotaries(target, device)
     load_weights(
         target,
-        stored_tensors(folder, _family(folder), dtype, tied=config.tie_word_embeddings),
+        stored_tensors(
+            folder, _family(folder), dtype, tied=config.tie_word_embeddings, experts=form
+        ),
         error=ModelError,
         source=str(folder),
         dtype=dtype,

@@ -7,17 +7,20 @@ holds a parameter fused, as ours, is read as well.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from peagle.errors import PeagleError
+from peagle.models.experts import LowBitMatrices
 from peagle.models.layers import GatedMLP, SelfAttention
 
 MAX_THREADS = 8  # that read: more do not help a disk
+MAX_WAITING = 16  # tensors that are read, rearranged or expanded, and not copied yet
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -40,25 +43,36 @@ class Part(NamedTuple):
 
 def parts_of(module: nn.Module) -> dict[str, Part]:
     """Stored name -> place, for every parameter of the module."""
-    parts = {}
+    parts: dict[str, Part] = {}
     tied = _tied_names(module)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in tied:
             continue
         owner, _, leaf = name.rpartition(".")
         block, _, projection = owner.rpartition(".")
-        if projection in FUSED:
+        if isinstance(module.get_submodule(owner), LowBitMatrices):
+            stored = {"values": "weight", "scales": "weight_scale_inv"}[leaf]
+            parts |= _expert_parts(name, parameter, block, projection, stored)
+        elif projection in FUSED:
             for part, start, size in _parts(module.get_submodule(block), projection):
                 parts[f"{block}.{part}.{leaf}"] = Part(name, start, size)
         elif leaf in EXPERT_PARTS and parameter.dim() == 3:
-            for expert in range(len(parameter)):
-                for n, part in enumerate(EXPERT_PARTS[leaf]):
-                    size = parameter.shape[1] // len(EXPERT_PARTS[leaf])
-                    stored = f"{owner}.{expert}.{part}.weight"
-                    parts[stored] = Part(name, n * size, size, expert)
+            parts |= _expert_parts(name, parameter, owner, leaf, "weight")
         else:
             parts[name] = Part(name, 0, parameter.shape[0])
     return parts
+
+
+def _expert_parts(
+    name: str, parameter: Tensor, experts: str, projection: str, stored: str
+) -> dict[str, Part]:
+    pieces = EXPERT_PARTS[projection]
+    size = parameter.shape[1] // len(pieces)
+    return {
+        f"{experts}.{expert}.{piece}.{stored}": Part(name, n * size, size, expert)
+        for expert in range(len(parameter))
+        for n, piece in enumerate(pieces)
+    }
 
 
 def load_weights(
@@ -71,16 +85,19 @@ def load_weights(
     device: torch.device,
 ) -> None:
     """Fills a module made on the meta device, in the layout that its parameters have there.
-    `source` names the folder in errors."""
+    `source` names the folder in errors. Low-bit matrices keep their own types."""
     parts = parts_of(module)
     pieces: dict[str, set[str]] = {}  # parameter -> the stored names that it is made of
     for name, part in parts.items():
         pieces.setdefault(part.parameter, set()).add(name)
+    low_bit = _low_bit_names(module)
     parameters = {
-        name: torch.empty_strided(p.shape, p.stride(), dtype=dtype, device=device)
+        name: torch.empty_strided(
+            p.shape, p.stride(), dtype=p.dtype if name in low_bit else dtype, device=device
+        )
         for name, p in module.named_parameters()
     }
-    missing, copies = set(parts), []
+    missing, copies = set(parts), deque[Future[None]]()
     with ThreadPoolExecutor(min(torch.get_num_threads(), MAX_THREADS)) as pool:
         for name, tensor in tensors:
             if name in parts:
@@ -92,8 +109,10 @@ def load_weights(
                 raise error(f"{source} has an unknown tensor {name}", hint=hint)
             if not filled <= missing:
                 raise error(f"{source} has {name} twice")
-            _check(tensor, place.shape, f"{source}: {name}", error)
+            _check(tensor, place, f"{source}: {name}", error)
             copies.append(pool.submit(_fill, place, tensor))
+            if len(copies) > MAX_WAITING:
+                copies.popleft().result()
             missing -= filled
     for copy in copies:
         copy.result()  # raises what went wrong
@@ -103,10 +122,20 @@ def load_weights(
     _assign(module, parameters)
 
 
-def _check(tensor: Tensor, shape: torch.Size, what: str, error: type[PeagleError]) -> None:
-    if tensor.shape != shape:
-        raise error(f"{what} has shape {list(tensor.shape)}, expected {list(shape)}")
-    if not tensor.is_floating_point():
+def _low_bit_names(module: nn.Module) -> set[str]:
+    return {
+        f"{owner}.{leaf}"
+        for owner, matrices in module.named_modules()
+        if isinstance(matrices, LowBitMatrices)
+        for leaf, _ in matrices.named_parameters()
+    }
+
+
+def _check(tensor: Tensor, place: Tensor, what: str, error: type[PeagleError]) -> None:
+    if tensor.shape != place.shape:
+        raise error(f"{what} has shape {list(tensor.shape)}, expected {list(place.shape)}")
+    is_low_bit = place.dtype.itemsize == 1  # bits, not numbers that could be cast
+    if tensor.dtype != place.dtype if is_low_bit else not tensor.is_floating_point():
         raise error(f"{what} is {tensor.dtype}", hint="quantised weights do not load")
 
 

@@ -79,6 +79,11 @@ def load_speculation(config: SpeculativeConfig, target: TargetModel) -> Speculat
         advice = DEFAULT_SPECULATIVE_TOKENS
     else:
         weight = target.embed_tokens.weight
+        if not target.has_hidden_states:
+            raise ConfigError(
+                "this target's layers hand on more than one hidden state, so no head can read them",
+                hint="draft without a head, by the method ngram",
+            )
         with reported_shortage(f"the head {config.model}", weight.device):
             network = load_head(config.model, target, dtype=weight.dtype, device=weight.device)
         bind_kernels(network)

@@ -22,6 +22,7 @@ from peagle.errors import ConfigError
 from peagle.models.config import DecoderConfig
 from peagle.models.drafter import CacheLayout, Drafter
 from peagle.models.eagle import EagleNetwork, SharedTables
+from peagle.models.experts import LowBitMatrices
 from peagle.models.head_config import HeadConfig
 from peagle.models.meta import on_meta
 from peagle.models.target import TargetModel
@@ -123,19 +124,27 @@ class ModelMemory(NamedTuple):
 
     num_parameters: int
     cache_values: int  # keys and values of one token
+    num_low_bit: int = 0  # of the parameters
+    low_bit_bytes: int = 0  # that these take, with their scales
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        return self.num_parameters * dtype.itemsize
+        plain = self.num_parameters - self.num_low_bit
+        return plain * dtype.itemsize + self.low_bit_bytes
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         return self.cache_values * dtype.itemsize
 
 
 def target_memory(config: DecoderConfig) -> ModelMemory:
-    """Of a native target; nothing is allocated."""
+    """Of a native target, its low-bit experts kept so; nothing is allocated."""
     with on_meta():  # its rotary tables are real, whatever the context
         target = TargetModel(dataclasses.replace(config, max_position_embeddings=1))
-    return ModelMemory(_num_parameters(target), slot_bytes(target.cache_layout, torch.uint8))
+    kept = [m for m in target.modules() if isinstance(m, LowBitMatrices)]
+    low_bit = sum(math.prod(matrices.shape) for matrices in kept)
+    stored = [parameter for matrices in kept for parameter in matrices.parameters()]
+    plain = _num_parameters(target) - sum(p.numel() for p in stored)
+    cache = slot_bytes(target.cache_layout, torch.uint8)
+    return ModelMemory(plain + low_bit, cache, low_bit, sum(p.nbytes for p in stored))
 
 
 def head_memory(config: HeadConfig) -> ModelMemory:

@@ -247,7 +247,7 @@ class Step:
 
     def _run_target(self, counts: StepCounts) -> tuple[Tensor, Tensor | None]:
         """Hidden states of the real rows, decode rows first, and all rows' aux hidden states."""
-        models, fields, table = self.models, self.fields, self.models.target.embed_tokens.weight
+        models, fields, table = self.models, self.fields, self.models.target.input_table
         rows_per_slot = counts.drafts.shape[1] + 1
         places = fields.slots, counts.num_computed, counts.num_rows
         items = [RowItems(*places, rows_per_slot, counts.tree)]

@@ -5,9 +5,9 @@ Two ways, chosen by a trial when the model is loaded:
 paged       its attention reads and writes the engine's paged cache, so that batching, roll-back and
             trees are the engine's own. For models whose only memory is keys and values that pass
             through transformers' attention interface.
-recomputed  the cache holds the embeddings of each sequence's tokens, and every step computes the
-            whole prefix again. For all others: recurrent layers, convolutions, attention biases.
-            Exact, and slower the longer the text is.
+recomputed  the cache holds each sequence's token ids, and every step computes the whole prefix
+            again. For all others: recurrent layers, convolutions, attention biases, embeddings that
+            layers look up themselves. Exact, and slower the longer the text is.
 
 Shapes: N rows, H hidden, h heads, g key-value heads, D head dimension.
 """
@@ -36,6 +36,9 @@ TRIAL_CUT = 7  # the trial computes so many rows first, then the others
 DEFAULT_CONTEXT = 8192  # of models that do not say how far they go
 CHANGING_ROPES = ("dynamic", "longrope")
 NEAR = 1e-3  # of two computations, relative to the largest value: far above rounding
+# Of Gemma-3n and of Gemma-4's small models: each layer looks the tokens up in a table of its own.
+PER_LAYER_INPUTS = "hidden_size_per_layer_input"
+BASE, DIGITS = 256, 4  # of a token id in the cache: bfloat16 is exact up to 256
 
 
 class TransformersTarget(TargetModel):
@@ -52,6 +55,7 @@ class TransformersTarget(TargetModel):
         self._layers = _decoder_layers(self.base, config.num_hidden_layers)
         self._seam = AttentionSeam()
         self.rolls_back = True
+        self.register_buffer("_digits", None, persistent=False)
         self._try_out()
 
     @property
@@ -62,19 +66,24 @@ class TransformersTarget(TargetModel):
     def cache_layout(self) -> CacheLayout:
         if self.rolls_back:
             return super().cache_layout
-        return CacheLayout(1, 1, self.config.hidden_size)
+        return CacheLayout(1, 1, DIGITS)
+
+    @property
+    def input_table(self) -> Tensor:
+        return super().input_table if self._digits is None else self._digits
 
     def run(
         self,
-        x: Tensor,  # [N, H]
+        x: Tensor,  # [N, H], or [N, DIGITS]: rows of `input_table`
         positions: Tensor,  # [N]
         attention: Attention,
         aux_hidden_state_layers: Sequence[int] = (),
     ) -> TargetOutput:
-        x = x * self.config.embedding_scale if self.config.embedding_scale != 1.0 else x
         if self.rolls_back:
+            x = x * self.config.embedding_scale if self.config.embedding_scale != 1.0 else x
+            inputs = {"inputs_embeds": x[None], "position_ids": positions[None]}
             with self._seam.open(attention):
-                return self._rows(x, aux_hidden_state_layers, position_ids=positions[None])
+                return self._rows(aux_hidden_state_layers, **inputs)
         if not isinstance(attention, CachedAttention):
             raise ModelError(
                 f"a {self.model.config.model_type} target cannot be evaluated or captured here",
@@ -92,14 +101,14 @@ class TransformersTarget(TargetModel):
         return self.adjusted(at_least_float32(self.lm_head(hidden)))
 
     def _end_of(self, prefix: Tensor, count: int, layers: Sequence[int]) -> TargetOutput:
-        """The last `count` rows of a sequence [T, H]."""
-        hidden, aux = self._rows(prefix, layers)
+        """The last `count` rows of a sequence of token ids [T, DIGITS]."""
+        hidden, aux = self._rows(layers, input_ids=_from_digits(prefix)[None])
         return TargetOutput(hidden[-count:], None if aux is None else aux[-count:])
 
-    def _rows(self, x: Tensor, layers: Sequence[int], **options: Any) -> TargetOutput:
+    def _rows(self, layers: Sequence[int], **inputs: Tensor) -> TargetOutput:
         kept: dict[int, Tensor] = {}
         with _hooks(self._layers, layers, kept):
-            output = self.base(inputs_embeds=x[None], use_cache=False, **options)
+            output = self.base(**inputs, use_cache=False)
         hidden = output.last_hidden_state[0]
         aux = torch.cat([kept[i] for i in layers], dim=-1) if layers else None
         return TargetOutput(hidden, aux)
@@ -109,9 +118,21 @@ class TransformersTarget(TargetModel):
         """Finds the scales of embeddings and logits, and whether the paged way is right."""
         device = self.embed_tokens.weight.device
         tokens = torch.arange(TRIAL_TOKENS, device=device) % self.config.vocab_size
-        expected = self.model(input_ids=tokens[None], use_cache=False).logits[0]
-        self._find_embedding_scale(tokens)
+        expected = self._logits_of(tokens)
+        if not _near(self._logits_of(tokens[:TRIAL_CUT]), expected[:TRIAL_CUT]):
+            raise _unknown(self.model, "a token's logits depend on the tokens behind it")
         self._find_output(tokens, expected)
+        if not (self._find_embedding_scale(tokens) and self._is_paged(tokens, expected)):
+            self.rolls_back = False
+            table = _to_digits(torch.arange(self.config.vocab_size, device=device))
+            self._digits = table.to(self.embed_tokens.weight.dtype)
+
+    def _logits_of(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_ids=tokens[None], use_cache=False).logits[0]
+        return logits
+
+    def _is_paged(self, tokens: Tensor, expected: Tensor) -> bool:
+        device = tokens.device
         own = self.model.config._attn_implementation
         attention, rows = _GrowingAttention(), torch.arange(len(tokens), device=device)
         try:
@@ -126,20 +147,24 @@ class TransformersTarget(TargetModel):
             self.config = replace(self.config, num_key_value_heads=heads, head_dim=dim)
         else:
             self.model.set_attn_implementation(own)
-            self.rolls_back = False
+        return is_right
 
-    def _find_embedding_scale(self, tokens: Tensor) -> None:
+    def _find_embedding_scale(self, tokens: Tensor) -> bool:
+        """False where layers are fed by more than rows of a table and a scale."""
+        if getattr(self.model.config.get_text_config(), PER_LAYER_INPUTS, None):
+            return False
         rows, plain = self.embed_tokens(tokens), self.embed_tokens.weight[tokens]
         scale = float((rows * plain).sum() / (plain * plain).sum())
-        if not _near(plain * scale, rows):
-            raise _unknown(self.model, "embeddings are more than rows of a table")
         if abs(scale - 1) > NEAR:
             self.config = replace(self.config, embedding_scale=scale)
+        return _near(plain * scale, rows)
 
     def _find_output(self, tokens: Tensor, expected: Tensor) -> None:
-        """How logits follow from the last hidden states: by a scale and a cap at most."""
-        x = self.embed_tokens.weight[tokens] * self.config.embedding_scale
-        hidden = self._rows(x, ()).hidden
+        """How logits follow from the last hidden states: by a scale and a cap at most. And whether
+        there are such states behind each layer."""
+        hidden, aux = self._rows((1,), input_ids=tokens[None])
+        # Gemma-3n's layers hand on several states of each token.
+        self.has_hidden_states = aux is not None and aux.shape == hidden.shape
         cap = getattr(self.model.config, "final_logit_softcapping", None)
         product = at_least_float32(self.lm_head(hidden))
         scale = float((expected * product).sum() / (product * product).sum()) if not cap else 1.0
@@ -224,6 +249,12 @@ class _GrowingAttention:
 
 def adapted_config(config: Any) -> DecoderConfig:
     """What an engine and a head must know of any causal language model."""
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        if not isinstance(getattr(config, name, None), int):
+            raise ModelError(
+                f"model type {config.model_type!r} is no causal language model: it has no {name}",
+                hint="a target reads and writes text, token by token",
+            )
     if changing := [kind for kind in _rope_types(config) if kind in CHANGING_ROPES]:
         raise ModelError(
             f"rope type {changing[0]!r} turns a token by the length of the text that follows it, "
@@ -281,6 +312,17 @@ def _hooks(layers: nn.ModuleList, wanted: Sequence[int], kept: dict[int, Tensor]
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _to_digits(ids: Tensor) -> Tensor:
+    """[N] -> [N, DIGITS], the lowest first."""
+    powers = BASE ** torch.arange(DIGITS, device=ids.device)
+    return ids[:, None] // powers % BASE
+
+
+def _from_digits(digits: Tensor) -> Tensor:
+    powers = BASE ** torch.arange(DIGITS, device=digits.device)
+    return (digits.long() * powers).sum(-1)
 
 
 def _near(ours: Tensor, theirs: Tensor) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from peagle.errors import ModelError
+from peagle.kernels.reference.experts import MXFP4, LowBitForm
 from peagle.models.rope import rope_parameters
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
@@ -24,6 +25,7 @@ NormPlaces = Literal["before", "after", "around"]
 # The weights of a row's experts: of all probabilities, the best ones as they are or so that they
 # add up to 1; or the softmax of the best logits alone.
 RouterKind = Literal["softmax", "normalised", "softmax_of_best"]
+FP8_BLOCK_INPUTS = (16, 32, 64, 128)  # what one turn of the low-bit product takes
 
 
 class Rope(NamedTuple):
@@ -41,6 +43,7 @@ class ExpertsConfig:
     clamp: float | None = None  # GPT-OSS: gate and up are clamped, then (up + 1) * swish(gate)
     swish_gain: float = 1.0
     beside_mlp: bool = False  # Gemma-4: a dense MLP and the experts, each with norms of its own
+    low_bit: LowBitForm | None = None  # as the checkpoint stores them; None: as plain numbers
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -174,7 +177,30 @@ class DecoderConfig:
                 f"model type {family!r} has no native implementation",
                 hint=f"supported: {', '.join(SUPPORTED_MODEL_TYPES)}",
             )
-        return FAMILIES[family](config)
+        decoder = FAMILIES[family](config)
+        return decoder.with_experts_as(_low_bit_form(decoder, config))
+
+    def with_experts_as(self, form: LowBitForm | None) -> DecoderConfig:
+        if self.experts is None:
+            return self
+        return replace(self, experts=replace(self.experts, low_bit=form))
+
+
+def _low_bit_form(decoder: DecoderConfig, config: Any) -> LowBitForm | None:
+    """Of the experts, as the config says it. None where kernels have no such form, or some of a
+    block's numbers would be gates and some ups."""
+    given = getattr(config, "quantization_config", None)
+    if decoder.experts is None or not isinstance(given, Mapping):
+        return None
+    inner, block = decoder.experts.intermediate_size, given.get("weight_block_size")
+    if given.get("quant_method") == "mxfp4":
+        fits = decoder.hidden_size % MXFP4.inputs == inner % MXFP4.inputs == 0
+        return MXFP4 if fits else None
+    if given.get("quant_method") == "fp8" and isinstance(block, list | tuple) and len(block) == 2:
+        outputs, inputs = map(int, block)
+        fits = inner % outputs == 0 and inputs in FP8_BLOCK_INPUTS
+        return LowBitForm("fp8", outputs, inputs) if fits else None
+    return None
 
 
 def head_rope(config: Any) -> dict[str, Any]:

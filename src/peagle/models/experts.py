@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from peagle.kernels.policy import gpu_takes
+from peagle.kernels.reference import experts as reference
+from peagle.kernels.reference.experts import LowBitForm, LowBitWeights
 from peagle.models.config import DecoderConfig, ExpertsConfig
 from peagle.models.layers import (
     Linear,
@@ -24,6 +27,8 @@ from peagle.models.layers import (
 )
 
 GROUPED_MM_CAPABILITY = (9, 0)  # of GPUs whose F.grouped_mm does not ask the host for the groups
+# Of GPUs that Triton compiles the low-bit product for: bfloat16, and 8-bit floats.
+LOW_BIT_CAPABILITY = {"mxfp4": (8, 0), "fp8": (8, 9)}
 
 
 class Routing(NamedTuple):
@@ -63,16 +68,50 @@ class NormedRouter(Router):
         return Routing(index, weights * self.per_expert_scale[index])
 
 
+class LowBitMatrices(nn.Module):
+    """Matrices [E, O, I] as a low-bit checkpoint stores them, in the place of a parameter. They
+    keep their types whatever the model's dtype is."""
+
+    def __init__(self, shape: tuple[int, int, int], form: LowBitForm) -> None:
+        super().__init__()
+        self.shape, self.form = shape, form
+        (values, dtype), (scales, scale_dtype) = form.values_of(shape), form.scales_of(shape)
+        self.values = nn.Parameter(torch.empty(values, dtype=dtype), requires_grad=False)
+        self.scales = nn.Parameter(torch.empty(scales, dtype=scale_dtype), requires_grad=False)
+
+    @property
+    def weights(self) -> LowBitWeights:
+        return LowBitWeights(self.values, self.scales, self.form)
+
+    def grouped_linear(self, x: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+        if gpu_takes(x):
+            from peagle.kernels.gpu import experts
+
+            return experts.grouped_linear(x, self.weights, bias, ends)
+        return reference.grouped_linear(x, self.weights, bias, ends)
+
+
+def has_low_bit_kernel(form: LowBitForm, device: torch.device) -> bool:
+    """Elsewhere low-bit weights would be expanded at every step."""
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= LOW_BIT_CAPABILITY[form.kind]
+
+
 class Experts(nn.Module):
     """The experts' products in one tensor each: gates before ups, as in GatedMLP."""
+
+    gate_up_proj: nn.Parameter | LowBitMatrices
+    down_proj: nn.Parameter | LowBitMatrices
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig) -> None:
         super().__init__()
         count, size, inner = experts.num_experts, config.hidden_size, experts.intermediate_size
+        self.num_experts, self.is_low_bit = count, experts.low_bit is not None
         self.activation = config.activation
         self.clamp, self.gain = experts.clamp, experts.swish_gain
-        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, size))
-        self.down_proj = nn.Parameter(torch.empty(count, size, inner))
+        self.gate_up_proj = _matrices((count, 2 * inner, size), experts.low_bit)
+        self.down_proj = _matrices((count, size, inner), experts.low_bit)
         self.gate_up_proj_bias = self.down_proj_bias = None
         if experts.bias:
             self.gate_up_proj_bias = nn.Parameter(torch.zeros(count, 2 * inner))
@@ -80,11 +119,11 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """[N, H] -> [N, H]"""
-        if x.is_cuda and not _has_grouped_mm(x):
+        if x.is_cuda and not (self.is_low_bit or _has_grouped_mm(x)):
             return self._dense(x, routing)
         num_rows, top_k = routing.experts.shape
         expert, order = routing.experts.flatten().sort(stable=True)  # [N * k]
-        every = torch.arange(len(self.gate_up_proj), device=x.device)
+        every = torch.arange(self.num_experts, device=x.device)
         groups = Groups(expert, torch.searchsorted(expert, every, right=True))
         inner = self._gated(
             grouped_linear(x[order // top_k], self.gate_up_proj, self.gate_up_proj_bias, groups)
@@ -96,8 +135,10 @@ class Experts(nn.Module):
 
     def _dense(self, x: Tensor, routing: Routing) -> Tensor:
         """Every row through every expert: for GPUs without a grouped product."""
+        assert isinstance(self.gate_up_proj, Tensor)
+        assert isinstance(self.down_proj, Tensor)
         out = x.new_zeros(x.shape, dtype=at_least_float32(x).dtype)
-        for expert in range(len(self.gate_up_proj)):
+        for expert in range(self.num_experts):
             weight = (routing.weights * (routing.experts == expert)).sum(-1, keepdim=True)
             bias, down_bias = (
                 None if b is None else b[expert]
@@ -116,6 +157,12 @@ class Experts(nn.Module):
         return (up + 1) * (gate * torch.sigmoid(gate * self.gain))
 
 
+def _matrices(
+    shape: tuple[int, int, int], form: LowBitForm | None
+) -> nn.Parameter | LowBitMatrices:
+    return nn.Parameter(torch.empty(shape)) if form is None else LowBitMatrices(shape, form)
+
+
 class Groups(NamedTuple):
     """Rows that are sorted by their expert."""
 
@@ -123,8 +170,12 @@ class Groups(NamedTuple):
     ends: Tensor  # [E] behind each expert's rows
 
 
-def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
+def grouped_linear(
+    x: Tensor, weight: Tensor | LowBitMatrices, bias: Tensor | None, groups: Groups
+) -> Tensor:
     """x [R, I], each row times its expert's weight of [E, O, I], plus its bias of [E, O]."""
+    if isinstance(weight, LowBitMatrices):
+        return weight.grouped_linear(x, bias, groups.ends)
     if x.is_cpu:
         return _by_expert(x, weight, bias, groups)
     return _by_grouped_mm(x, weight, bias, groups)
@@ -186,4 +237,5 @@ def lay_out_experts_for_cpu(module: nn.Module) -> None:
     for experts in module.modules():
         if isinstance(experts, Experts):
             for parameter in (experts.gate_up_proj, experts.down_proj):
-                parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)
+                if isinstance(parameter, Tensor):
+                    parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)

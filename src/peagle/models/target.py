@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peagle.kernels.policy import FAST, Policy
@@ -34,6 +35,7 @@ class TargetOutput(NamedTuple):
 class TargetModel(nn.Module):
     captures = True  # whether a step may be captured in a CUDA graph
     rolls_back = True  # False: no cache can forget rejected drafts; see adapter.py
+    has_hidden_states = True  # False: its layers give nothing that a head could read
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -76,7 +78,13 @@ class TargetModel(nn.Module):
         aux_hidden_state_layers: Sequence[int] = (),
     ) -> TargetOutput:
         """Layers are counted as vLLM does: i is the residual stream after the first i layers."""
-        return self.run(self.embed_tokens(token_ids), positions, attention, aux_hidden_state_layers)
+        x = F.embedding(token_ids, self.input_table)
+        return self.run(x, positions, attention, aux_hidden_state_layers)
+
+    @property
+    def input_table(self) -> Tensor:
+        """[V, H]: what `run` is given of each token."""
+        return self.embed_tokens.weight
 
     def run(
         self,
