@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from peagle.train.cod import retentions
 from peagle.train.losses import ChunkedLoss, LossKind, Rollouts, Tables, Truth
+from peagle.train.planner import build_planner
+from tests.tiny import training
 
 C, H, V, N = 23, 8, 17, 30
 
@@ -111,6 +116,23 @@ def test_a_step_down_weighted_cross_entropy_is_one_up_the_expected_acceptance_le
     (down,), (up,) = torch.autograd.grad(loss, states), torch.autograd.grad(expected, states)
     torch.testing.assert_close(down, -up, atol=1e-12, rtol=1e-10)
     assert up.abs().max() > 1e-4
+
+
+def test_drawn_depths_give_the_gradient_of_whole_rollouts_on_average(tmp_path: Path) -> None:
+    loss, cod = {"weighting": "acceptance", "depth_decay": 0.9}, {"retention": 0.6, "floor": 0.2}
+    planner = build_planner(training.recipe(tmp_path, loss=loss, cod=cod), 5)
+    p, depth = torch.tensor([0.9, 0.5, 0.8, 0.7, 0.95]).double(), torch.arange(5)
+    share = retentions(5, 0.6, 0.2)
+    drawn_so_deep = share - F.pad(share[1:], (0, 1))  # [5]: exactly 1 .. 5 elements
+
+    def values(count: int, weights: Tensor) -> Tensor:
+        here = Rollouts(torch.zeros(count, dtype=torch.long), depth[:count], 1, 5)
+        found = here.values(p[:count], weights[:count], of_log=True)
+        return F.pad(found, (0, 5 - count))
+
+    drawn = [values(count, planner.depth_weights.double()) for count in range(1, 6)]
+    average = torch.einsum("c,ck->k", drawn_so_deep, torch.stack(drawn))
+    torch.testing.assert_close(average, values(5, 0.9 ** depth.double()), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["kl", "ce", "tv"])
