@@ -94,6 +94,21 @@ def test_a_rows_side_of_the_split_depends_on_its_id_alone(tmp_path: Path) -> Non
     assert 3 <= len(held[0]) <= 20
 
 
+def test_all_rows_of_a_conversation_are_on_one_side(tmp_path: Path) -> None:
+    writer = DatasetWriter(tmp_path, MADE_BY)
+    for number in range(30):
+        for name in (f"talk-{number}", f"talk-{number}#2", f"talk-{number}#3", f"own#{number}"):
+            writer.add(Row(name, [1, 2, 3], [0, 1, 1]))
+    writer.flush()
+    dataset = Dataset(tmp_path)
+    train, held_out = ({dataset.info[i]["id"] for i in side} for side in dataset.split(0.3))
+    for number in range(30):
+        whole = {f"talk-{number}", f"talk-{number}#2", f"talk-{number}#3"}
+        assert whole <= train or whole <= held_out
+    for names in (train, held_out):  # a `#` of a user's own does not tie rows together
+        assert any(name.startswith("own#") for name in names)
+
+
 def test_a_longer_row_is_cut_and_counted(tmp_path: Path) -> None:
     write(tmp_path, range(6))
     dataset = Dataset(tmp_path, max_length=6)

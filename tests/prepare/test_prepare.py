@@ -187,6 +187,17 @@ def test_long_prompts_are_skipped_and_counted(tmp_path: Path) -> None:
     assert {row["id"] for row in Dataset(tmp_path).info} == {"row-0", "row-1", "late"}
 
 
+def test_a_conversation_that_outgrows_the_context_keeps_its_answers(tmp_path: Path) -> None:
+    conversations = [
+        Conversation("c", ("one", "refused", "three")),
+        Conversation("d", ("refused",)),
+    ]
+    counts = prepare(tmp_path, conversations, Scripted(echo))
+    assert (counts.answered, counts.too_long, counts.failed) == (1, 1, 1)
+    (row,) = Dataset(tmp_path).info
+    assert row["id"] == "c"
+
+
 def test_progress_reaches_its_total(tmp_path: Path) -> None:
     display = Remembering()
     with shown_by(display):

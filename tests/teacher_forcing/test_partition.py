@@ -21,7 +21,7 @@ from peagle.teacher_forcing.partition import (
     unrolled_segment,
 )
 from peagle.train.cod import draw_depths, retentions
-from peagle.train.losses import ChunkedLoss
+from peagle.train.losses import ChunkedLoss, Weighting
 from peagle.train.optimizer import build_optimizer
 from peagle.train.planner import PEaglePlanner
 from peagle.train.recipe import OptimizerSection
@@ -60,6 +60,8 @@ def test_any_boundaries_train_each_element_once_with_all_it_may_see(
             start = int((row.document == document).nonzero()[0])
             assert {(s, 0) for s in range(start, slot + 1)} <= held
             assert {(slot, d) for d in range(depth + 1)} <= held
+        whole = {slot: int(counts[slot]) for slot in segment.elements.anchor[segment.rows].tolist()}
+        assert len(segment.rows) == sum(whole.values())  # no rollout is split
     expected = [(s, d) for s, count in enumerate(counts.tolist()) for d in range(count)]
     assert sorted(in_loss) == expected
 
@@ -101,7 +103,9 @@ def test_each_loss_row_has_the_weight_of_its_own_depth(
     assert sum(float(s.weights.sum()) for s in segments) == pytest.approx(total)
 
 
-def gradients(num_segments: int, packed: list[PackedRow]) -> tuple[float, dict[str, torch.Tensor]]:
+def gradients(
+    num_segments: int, packed: list[PackedRow], weighting: Weighting
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of one step over all rows, in float64."""
     model = DEEP.make_target()
     network = training.trainable_head(model, has_embed_tokens=True, has_lm_head=True)
@@ -115,7 +119,7 @@ def gradients(num_segments: int, packed: list[PackedRow]) -> tuple[float, dict[s
         draft_model,
         OnlineFeatures(model, (2, 3, 5)),
         model.lm_head.weight,
-        ChunkedLoss("kl", 16, compiled=False),
+        ChunkedLoss("kl", 16, compiled=False, weighting=weighting),
         optimizer,
         max_grad_norm=1e9,
         dtype=None,
@@ -134,11 +138,16 @@ def gradients(num_segments: int, packed: list[PackedRow]) -> tuple[float, dict[s
     return trainer.take_metrics().loss, kept
 
 
-@pytest.mark.parametrize("num_segments", [2, 3, 5])
-def test_loss_and_gradients_equal_those_of_one_segment(num_segments: int) -> None:
+@pytest.mark.parametrize(
+    ("num_segments", "weighting"),
+    [(2, "depth"), (3, "depth"), (5, "depth"), (2, "acceptance"), (5, "acceptance")],
+)
+def test_loss_and_gradients_equal_those_of_one_segment(
+    num_segments: int, weighting: Weighting
+) -> None:
     packed = [training.packed([30, 21, 8], 64, seed=1), training.packed([60], 64, seed=2)]
-    loss, expected = gradients(1, packed)
-    partitioned_loss, partitioned = gradients(num_segments, packed)
+    loss, expected = gradients(1, packed, weighting)
+    partitioned_loss, partitioned = gradients(num_segments, packed, weighting)
     assert partitioned_loss == pytest.approx(loss, abs=1e-9)
     assert partitioned.keys() == expected.keys()
     for name, gradient in expected.items():

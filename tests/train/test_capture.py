@@ -56,6 +56,7 @@ def test_training_does_not_know_where_its_features_come_from(tmp_path: Path) -> 
             tmp_path,
             target={"model": "tiny"},
             data={"features": features},
+            loss={"weighting": "acceptance"},
             run={"folder": str(tmp_path / f"run-{features is None}")},
         )
         setup = assemble(recipe, DEEP.make_target(torch.float32), ROPE)

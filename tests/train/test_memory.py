@@ -18,7 +18,7 @@ from peagle.teacher_forcing import draft_model
 from peagle.teacher_forcing.draft_model import DraftModel
 from peagle.teacher_forcing.features import Features
 from peagle.train.cod import retentions
-from peagle.train.losses import ChunkedLoss, Tables, Truth
+from peagle.train.losses import ChunkedLoss, Rollouts, Tables, Truth
 from peagle.train.memory import (
     feature_bytes,
     fixed_bytes,
@@ -183,7 +183,7 @@ def test_each_tensor_that_a_layer_keeps_is_counted(size: int, inner: int, bf16: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["kl", "ce"])
+@pytest.mark.parametrize("kind", ["kl", "ce", "tv"])
 def test_a_chunk_of_the_loss_is_counted(kind: Any, dtype: torch.dtype) -> None:
     """Logits alone: the vocabulary is large and the rest small."""
     vocab, size, rows, chunk_rows = 3000, 4, 60, 30
@@ -192,7 +192,8 @@ def test_a_chunk_of_the_loss_is_counted(kind: Any, dtype: torch.dtype) -> None:
     truth = Truth(torch.randn(rows, size).to(dtype), labels, labels)
     with LiveBytes() as live:
         loss = ChunkedLoss(kind, chunk_rows, compiled=False)
-        loss(torch.randn(rows, size).to(dtype), tables, truth, torch.ones(rows))
+        alone = Rollouts(torch.arange(rows), labels, rows, 1)
+        loss(torch.randn(rows, size).to(dtype), tables, truth, torch.ones(rows), alone)
     config = DEEP.head_config(vocab_size=vocab, draft_vocab_size=vocab)
     ratio = loss_bytes(config, chunk_rows, dtype.itemsize, compiled=False) / live.peak
     assert 0.98 <= ratio <= (1.1 if kind == "kl" else MOST)

@@ -63,6 +63,8 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ({"optimizer": {"betas": [2, 2]}}, "optimizer.betas.0=2 is out of range"),
         ({"optimizer": {"eps": -1}}, "optimizer.eps=-1 is out of range"),
         ({"data": {"path": "x", "held_out_share": -1}}, "data.held_out_share=-1 is out of range"),
+        ({"loss": {"weighting": "x"}}, "use 'depth' or 'acceptance'"),
+        ({"loss": {"kind": "x"}}, "use 'kl', 'ce' or 'tv'"),
         ({"loss": {"depth_decay": -1}}, "loss.depth_decay=-1 is out of range"),
         ({"head": {"mask_token_id": -5}}, "head.mask_token_id=-5 is out of range"),
         ({"run": {"memory_gib": -3}}, "run.memory_gib=-3 is out of range"),

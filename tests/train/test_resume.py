@@ -66,7 +66,11 @@ def kill_after(run: TrainingRun, steps: int) -> None:
 
 def test_a_killed_and_resumed_run_ends_bit_equal(data: Path) -> None:
     # Seven packed rows an epoch, two a step: the kill falls into the middle of the second.
-    options: dict[str, Any] = {"schedule": {"steps": 9}, "data": {"rows_per_step": 2}}
+    options: dict[str, Any] = {
+        "schedule": {"steps": 9},
+        "data": {"rows_per_step": 2},
+        "loss": {"kind": "tv", "weighting": "acceptance"},
+    }
     TrainingRun(setup(data, "whole", **options))()
     kill_after(TrainingRun(setup(data, "killed", **options)), 5)
     resumed = TrainingRun(setup(data, "killed", **options), resume=True)

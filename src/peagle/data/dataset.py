@@ -174,8 +174,10 @@ class Dataset:
         }
 
     def split(self, held_out_share: float) -> tuple[list[int], list[int]]:
-        """Row indices to train on and to hold out. A row's side depends on its id alone."""
-        held_out = [_fraction(row["id"]) < held_out_share for row in self.info]
+        """Row indices to train on and to hold out. A row's side depends on its id alone; the
+        further rows of a conversation, `id#2` and so on, are on the first one's."""
+        ids = {row["id"] for row in self.info}
+        held_out = [is_held_out(_first_row(row["id"], ids), held_out_share) for row in self.info]
         train = [i for i, held in enumerate(held_out) if not held]
         return train, [i for i, held in enumerate(held_out) if held]
 
@@ -209,9 +211,15 @@ def totals(shards: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return {key: sum(s[key] for s in shards) for key in ("rows", "tokens", "supervised_tokens")}
 
 
-def _fraction(row_id: str) -> float:
+def is_held_out(row_id: str, held_out_share: float) -> bool:
     digest = hashlib.sha256(row_id.encode()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64
+    return int.from_bytes(digest[:8], "big") / 2**64 < held_out_share
+
+
+def _first_row(row_id: str, ids: set[str]) -> str:
+    """A `#` may also be part of a user's own id: then no row has the name before it."""
+    name, _, number = row_id.rpartition("#")
+    return name if number.isdigit() and name in ids else row_id
 
 
 def _join(rows: Sequence[Row]) -> dict[str, Tensor]:

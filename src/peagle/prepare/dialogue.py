@@ -67,6 +67,7 @@ class Dialogue:
         self.conversation, self.options = conversation, options
         self._messages: list[Message] = []
         self._turn = 0
+        self.num_answers = 0
         self._ended = False
         self._builder = RowBuilder(conversation.id, conversation.category)
         if conversation.system is not None:
@@ -83,6 +84,7 @@ class Dialogue:
         return Question(prompt, derived_seed(self.options.seed, self.conversation.id, self._turn))
 
     def take(self, question: Question, answer: TargetAnswer) -> None:
+        self.num_answers += 1
         start = loop_start(answer.token_ids)
         kept = answer.token_ids
         if start is not None and self.options.cut_loops is not None:

@@ -127,7 +127,14 @@ class Preparation:
             else:
                 self.source.submit(question)
             return question
-        except (DataError, RequestError) as error:
+        except RequestError as error:  # mostly: the conversation has outgrown the context
+            if not dialogue.num_answers:
+                self._lose(dialogue, error.message)
+                return None
+            self.counts.too_long += 1
+            self._keep(dialogue)
+            return None
+        except DataError as error:
             self._lose(dialogue, error.message)
             return None
 

@@ -1,9 +1,9 @@
 """A packed row's elements (anchor, depth) as segments: the rows of one forward pass each.
 
-S segments take less memory than one. A segment has in its loss the depth-0 elements with anchor
-in [B_s, B_s+1) and the rollouts with anchor + 1 in it, and holds as context the real rows that
-those may see. Forward and backward run segment by segment under one shared denominator: loss and
-gradients equal those of S = 1.
+S segments take less memory than one. A segment has in its loss the rollouts, depth 0 included,
+with anchor + 1 in [B_s, B_s+1), and holds as context the real rows that those may see. Forward and
+backward run segment by segment under one shared denominator: loss and gradients equal those of
+S = 1, also where a row's weight depends on the other rows of its rollout.
 
 Boundaries are set so that the largest segment is as small as possible, context included: with
 equal ranges of positions the last segment would hold nearly everything. Context begins at the
@@ -127,7 +127,7 @@ def _segment(
 
     slot = torch.cat((real, mask_slot))
     depth = torch.cat((torch.zeros_like(real), mask_depth))
-    real_loss_rows = torch.arange(begin, end)[counts[begin:end] > 0] - first
+    real_loss_rows = anchors[counts[anchors] > 0] - first
     rows = torch.cat((real_loss_rows, torch.arange(len(real), len(slot))))
     at = (slot + depth)[rows]  # the loss rows' own places in the packed row
     return Segment(

@@ -101,9 +101,15 @@ class Eagle3Planner(Planner):
 def build_planner(recipe: Recipe, depths: int, draft_ids: Tensor | None = None) -> Planner:
     check_method(recipe)
     kind = PEaglePlanner if recipe.head.method == "p-eagle" else Eagle3Planner
+    retention = retentions(depths, recipe.cod.retention, recipe.cod.floor)
+    depth_weights = recipe.loss.depth_decay ** torch.arange(depths)
+    if recipe.loss.weighting == "acceptance":
+        # Depths that are seldom drawn stand for those that are not: the expected acceptance length
+        # is then, on average over the draws, that of whole rollouts.
+        depth_weights = depth_weights / retention.to(depth_weights.dtype)
     return kind(
-        retentions(depths, recipe.cod.retention, recipe.cod.floor),
-        recipe.loss.depth_decay ** torch.arange(depths),
+        retention,
+        depth_weights,
         draft_ids=draft_ids,
         num_segments=recipe.run.partitions if isinstance(recipe.run.partitions, int) else 1,
     )

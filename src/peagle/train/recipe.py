@@ -185,9 +185,22 @@ class LossSection:
     """What is minimised."""
 
     kind: Annotated[
-        Literal["kl", "ce"], Doc("The target's whole distribution, or its best token.")
+        Literal["kl", "ce", "tv"],
+        Doc(
+            "Divergence from the target's distribution; cross-entropy with the token that it "
+            "wrote; or 0.9 total variation and 0.1 cross-entropy."
+        ),
     ] = "kl"
-    depth_decay: Annotated[float, Gt(0), Doc("Depth d weighs depth_decay ** d.")] = 1.0
+    weighting: Annotated[
+        Literal["depth", "acceptance"],
+        Doc(
+            "A draft weighs what its depth does, or what it adds to the expected acceptance "
+            "length; the latter for heads that draft already."
+        ),
+    ] = "depth"
+    depth_decay: Annotated[
+        float, Gt(0), Doc("Depth d weighs depth_decay ** d, in the acceptance length as well.")
+    ] = 1.0
     chunk_rows: Annotated[
         int, Ge(1), CHANGEABLE, Doc("Rows whose logits are held at a time; memory alone.")
     ] = 4096

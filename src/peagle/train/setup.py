@@ -99,6 +99,7 @@ def put_together(inputs: Inputs, target: TargetModel) -> Setup:
             recipe.loss.kind,
             recipe.loss.chunk_rows,
             compiled=compiled,
+            weighting=recipe.loss.weighting,
             adjusted=target.adjusted if target.changes_logits else None,
         ),
         build_optimizer(network, recipe.optimizer),

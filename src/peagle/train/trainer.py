@@ -12,7 +12,7 @@ from peagle.teacher_forcing.draft_model import DraftModel, autocast
 from peagle.teacher_forcing.features import Features, FeatureSource
 from peagle.teacher_forcing.partition import Segment
 from peagle.train.distributed import add_up, exchange, missing_passes, total, whole, world_size
-from peagle.train.losses import ChunkedLoss, Tables, Truth
+from peagle.train.losses import ChunkedLoss, Rollouts, Tables, Truth
 from peagle.train.optimizer import set_learning_rate
 from peagle.train.planner import PlannedRow
 
@@ -93,7 +93,13 @@ class Trainer:
         tables = Tables(table, self.target_table)
         truth = Truth(features.states, segment.slots, segment.labels)
         weights = segment.weights.to(self.loss_sum.dtype) / denominator
-        output = self.losses(drafted.trained, tables, truth, weights)
+        rollouts = Rollouts(
+            segment.elements.anchor[segment.rows].long() - segment.first,
+            segment.loss_depth.long(),
+            segment.last - segment.first,
+            self.model.network.config.max_speculative_tokens,
+        )
+        output = self.losses(drafted.trained, tables, truth, weights, rollouts)
         # Distributed modules average gradients over the processes; the denominator wants sums.
         torch.autograd.backward(output.loss * world_size())
         self._observe(segment, output.loss.detach(), output.matches)
