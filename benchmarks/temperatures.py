@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine_gpu import prompt_tokens
+
 from peagle.checkpoints.references import resolve_model
 from peagle.checkpoints.targets import eos_token_ids
 from peagle.config import EngineConfig, SpeculativeConfig
