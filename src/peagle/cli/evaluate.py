@@ -164,11 +164,11 @@ def _print_acceptance(
     everything = result.groups["all"][-1]
     shares = {
         "accepted": everything.per_position_acceptance,
-        "if all before were": everything.conditional_acceptance,
+        "given before": everything.conditional_acceptance,
     }
     if chains is not None:
         recall = chains.recall["all"]
-        shares |= {f"in best {best}": recall.share(best) for best in recall.found}
+        shares |= {f"best {best}": recall.share(best) for best in recall.found}
     _print_positions(f"per position at K={result.max_tokens}, {way}", shares, file)
 
 
@@ -180,7 +180,7 @@ def _print_trees(result: Evaluation, depth: int, file: Any) -> None:
     everything = result.groups["all"][-1]
     shares = {
         "accepted": everything.per_position_acceptance,
-        "if all before were": everything.conditional_acceptance,
+        "given before": everything.conditional_acceptance,
     }
     _print_positions(f"per depth at N={result.max_tokens}", shares, file)
 
