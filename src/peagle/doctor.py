@@ -371,7 +371,8 @@ def check_acceptance(pair: Pair, dataset: Dataset) -> Iterator[Finding]:
     indices = list(range(max(fits, 1)))
     k = min(EVALUATED_DEPTH, pair.network.config.max_speculative_tokens)
     params = recorded_params(dataset.manifest["made_by"])
-    way, result = next(iter(evaluate_pair(pair, dataset, indices, k, params).items()))
+    found = evaluate_pair(pair, dataset, indices, k, params)
+    way, result = next(iter(found.acceptance.items()))
     stats = result.groups["all"][k - 1]
     first = stats.conditional_acceptance[0] if stats.conditional_acceptance else 0.0
     message = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_shape_and_a_gpu_give_a_table(shell: Shell, config: str) -> None:
     assert shell("simulate", "--model", config, "--gpu", "L4", *rates) == 0
     assert "computed, not measured, for NVIDIA L4" in shell.out
     assert "assumed: 73% of peak bandwidth for weights" in shell.out
-    assert "best at concurrency 1: p-eagle, K = 3" in shell.out
+    assert "best at concurrency 1: p-eagle K=3" in shell.out
     assert "break-even" in shell.out
 
 
@@ -87,6 +88,26 @@ def test_without_a_grid_all_that_is_known_is_predicted(
     assert asked == {(2, 1), (2, 2), (3, 1), (3, 2)}
     assert shell("simulate", "--validate", str(tmp_path)) == 0
     assert "from neighbours alone: not known" in shell.out
+
+
+def test_trees_and_what_the_engine_would_choose_stand_beside_chains(
+    shell: Shell, tmp_path: Path
+) -> None:
+    grid = modelled_grid(workloads=("chat",), loads=(1, 4), methods=("p-eagle",))
+    trees = [replace(cell, num_speculative_tokens=7, num_draft_nodes=cell.num_speculative_tokens)
+             for cell in grid.cells if cell.num_speculative_tokens]  # fmt: skip
+    save_results(replace(grid, cells=[*grid.cells, *trees]), tmp_path)
+    same = ("--costs", str(tmp_path), "--acceptance", str(tmp_path))
+    assert shell("simulate", *same, "--json") == 0
+    found = [(p["num_draft_nodes"], p["is_auto"]) for p in shell.json["predictions"]]
+    assert {n for n, is_auto in found if not is_auto} == {None, 1, 3, 5, 7}
+    assert sum(is_auto for _, is_auto in found) == 2  # one for each load
+    assert shell("simulate", *same, "--spec-nodes", "4", "--spec-tokens", "5") == 0
+    assert "p-eagle auto, 4" in shell.out
+    assert shell("simulate", *same, "--spec-nodes", "9") == 2
+    assert "K = 7, N = 9" in shell.err
+    assert shell("simulate", *same[:2], "--acceptance", "0.7", "--spec-nodes", "3") == 2
+    assert "the acceptance of trees is not known" in shell.err
 
 
 def test_the_validation_states_its_error(shell: Shell, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +14,9 @@ from peagle.config import EngineConfig, Verification
 from peagle.data.dataset import Dataset, DatasetWriter, Row
 from peagle.engine.engine import Engine, Speculation
 from peagle.engine.request import Request
+from peagle.evaluate import contexts
 from peagle.evaluate.evaluator import Evaluator
+from peagle.evaluate.recall import evaluate_greedy
 from peagle.evaluate.sampled import SampledAcceptance, evaluate_sampled
 from peagle.evaluate.trees import evaluate_trees
 from peagle.models.eagle import EagleNetwork
@@ -51,8 +53,10 @@ def run_engine(
     verification: Verification = "coupled",
     copies: int = 1,
     num_draft_nodes: int | None = None,
+    steps: list[Step] | None = None,
     **config: Any,
 ) -> tuple[list[Request], SpecDecodeStats]:
+    """`steps`: gets each step that verified drafts."""
     drafter = (
         PEagleDrafter(network) if network.config.method == "p-eagle" else Eagle3Drafter(network)
     )
@@ -67,8 +71,23 @@ def run_engine(
         for n, prompt in enumerate(PROMPTS * copies)
     ]
     while engine.has_unfinished:
+        before = [(r.num_tokens, _drafted(r)) for r in requests]
         engine.step()
+        for request, (num_tokens, (drafts, accepted)) in zip(requests, before, strict=True):
+            now = _drafted(request)
+            if steps is not None and now[0] > drafts:
+                steps.append(Step(num_tokens, now[1] - accepted))
     return requests, engine.stats
+
+
+class Step(NamedTuple):
+    num_tokens: int  # of the request when it began
+    accepted: int
+
+
+def _drafted(request: Request) -> tuple[int, int]:
+    """Steps with drafts so far, and accepted drafts."""
+    return request.stats.num_drafts, request.stats.num_accepted_tokens
 
 
 def write_answers(folder: Path, requests: list[Request], max_tokens: int) -> Dataset:
@@ -162,7 +181,7 @@ def test_acceptance_of_trees_is_the_engines_for_every_number_of_nodes(
     sizes = (1, 3, 7, 20)
     runs = [run_engine(network, K, params, num_draft_nodes=n) for n in sizes]
     dataset = write_answers(tmp_path, runs[0][0], 21)
-    result = evaluate_trees(evaluator(dataset), DraftModel(network), max(sizes))
+    result = evaluate_trees(evaluator(dataset), DraftModel(network), max(sizes)).acceptance
     for n, (_, stats) in zip(sizes, runs, strict=True):
         ours = result.groups["all"][n - 1]
         assert (ours.num_drafts, ours.num_accepted_tokens) == (
@@ -170,6 +189,34 @@ def test_acceptance_of_trees_is_the_engines_for_every_number_of_nodes(
             stats.num_accepted_tokens,
         )
     assert result.acceptance_length(max(sizes)) > result.acceptance_length(1)
+
+
+def test_acceptance_by_context_is_what_the_engine_counts_at_that_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds = (6, 12, 18)
+    monkeypatch.setattr(contexts, "BOUNDS", bounds)
+    monkeypatch.setattr(contexts, "NAMES", ("a", "b", "c", "d"))
+    network, num_nodes = random_head("p-eagle"), 7
+    params = SamplingParams(temperature=0.0, max_tokens=21)
+    for nodes in (None, num_nodes):
+        steps: list[Step] = []
+        requests, _ = run_engine(network, K, params, num_draft_nodes=nodes, steps=steps)
+        dataset = write_answers(tmp_path / str(nodes), requests, 21)
+        model = DraftModel(network)
+        if nodes is None:
+            found = evaluate_greedy(evaluator(dataset), model).by_context
+        else:
+            found = evaluate_trees(evaluator(dataset), model, nodes).by_context
+        for number, low, high in zip(range(4), (0, *bounds), (*bounds, 99), strict=True):
+            own = [step.accepted for step in steps if low <= step.num_tokens < high]
+            stats = found.as_steps["all"][number]
+            assert (stats.num_drafts, stats.num_accepted_tokens) == (len(own), sum(own))
+        per_token = found.per_token["all"]
+        assert sum(stats.num_steps for stats in per_token) == sum(
+            request.num_outputs - 1 for request in requests
+        )
+        assert sum(s.num_accepted_tokens for s in per_token) > sum(s.accepted for s in steps) > 0
 
 
 def test_limits_of_context_and_head_count_as_in_the_engine(tmp_path: Path) -> None:

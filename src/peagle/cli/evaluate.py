@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,9 @@ from peagle.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from peagle.data.dataset import Dataset
+    from peagle.evaluate.contexts import ContextAcceptance
     from peagle.evaluate.evaluator import Evaluation
+    from peagle.evaluate.recall import GreedyEvaluation
     from peagle.sampling_params import SamplingParams
 
 
@@ -71,7 +74,6 @@ def evaluate(
     from peagle.data.prompts import read_prompts
     from peagle.evaluate.offline import (
         evaluate_pair,
-        evaluate_pair_trees,
         load_pair,
         own_answers,
     )
@@ -92,15 +94,7 @@ def evaluate(
         assert dataset is not None
         params = _sampling_params(answers, dataset)
         rows = _rows(dataset, held_out_share, limit if data else None)
-        results = evaluate_pair(pair, dataset, rows, k, params)
-        trees = None
-        if spec_nodes is not None:
-            if not params.greedy:
-                raise ConfigError(
-                    "trees are evaluated on greedy answers",
-                    hint="drop --spec-nodes or --temperature",
-                )
-            trees = evaluate_pair_trees(pair, dataset, rows, k, spec_nodes)
+        results, chains, trees = evaluate_pair(pair, dataset, rows, k, params, spec_nodes)
     document = {
         "head": head,
         "method": pair.network.config.method,
@@ -113,10 +107,20 @@ def evaluate(
     if pair.network.correction is not None and not params.greedy:
         render.note("sampled drafts are evaluated without the head's correction")
     out = sys.stderr if as_json else sys.stdout
-    _print_tables(results, out)
+    for way, result in results.items():
+        _print_acceptance(way, result, chains, out)
+    if chains is not None:
+        document["recall"] = {name: recall.as_dict() for name, recall in chains.recall.items()}
+        document["oracle"] = chains.oracle.as_dict()
+        document["by_context"] = chains.by_context.as_dict()
     if trees is not None:
-        document["trees"] = trees.as_dict()
-        _print_trees(trees, k, out)
+        document["trees"] = trees.acceptance.as_dict()
+        document["trees_by_context"] = trees.by_context.as_dict()
+        _print_trees(trees.acceptance, k, out)
+    if chains is not None:
+        _print_contexts(f"chains of {k}", chains.by_context, out)
+    if trees is not None:
+        _print_contexts(f"trees of {spec_nodes}", trees.by_context, out)
     if as_json:
         from peagle.provenance import provenance
 
@@ -146,40 +150,81 @@ def _rows(dataset: Dataset, held_out_share: float | None, limit: int | None) -> 
     return rows[:limit]
 
 
+def _print_acceptance(
+    way: str, result: Evaluation, chains: GreedyEvaluation | None, file: Any
+) -> None:
+    """Lengths by K, with the oracle's; and each position by itself."""
+    sizes = _shown(result.max_tokens, (1, 2, 3, 5, 7, 11, 15, 23, 31))
+    rows = _length_rows(result, sizes)
+    if chains is not None:
+        lengths = (f"{chains.oracle.acceptance_length(k):.2f}" for k in sizes)
+        rows.append(["oracle of the best 16", *lengths])
+    columns = ("rows", *(f"K={k}" for k in sizes))
+    render.print_table(f"mean acceptance length, {way}", columns, rows, file=file)
+    everything = result.groups["all"][-1]
+    shares = {
+        "accepted": everything.per_position_acceptance,
+        "given before": everything.conditional_acceptance,
+    }
+    if chains is not None:
+        recall = chains.recall["all"]
+        shares |= {f"best {best}": recall.share(best) for best in recall.found}
+    _print_positions(f"per position at K={result.max_tokens}, {way}", shares, file)
+
+
 def _print_trees(result: Evaluation, depth: int, file: Any) -> None:
-    sizes = [n for n in (1, 3, 7, 15, 31, 63) if n < result.max_tokens] + [result.max_tokens]
-    lengths = [
+    sizes = _shown(result.max_tokens, (1, 3, 7, 15, 31))
+    title = f"mean acceptance length, trees of depth {depth}"
+    columns = ("rows", *(f"N={n}" for n in sizes))
+    render.print_table(title, columns, _length_rows(result, sizes), file=file)
+    everything = result.groups["all"][-1]
+    shares = {
+        "accepted": everything.per_position_acceptance,
+        "given before": everything.conditional_acceptance,
+    }
+    _print_positions(f"per depth at N={result.max_tokens}", shares, file)
+
+
+def _print_positions(title: str, shares: Mapping[str, Sequence[float]], file: Any) -> None:
+    rows = [
+        [str(draft), *(f"{share:.3f}" for share in row)]
+        for draft, row in enumerate(zip(*shares.values(), strict=True), start=1)
+    ]
+    render.print_table(title, ("draft", *shares), rows, file=file)
+
+
+def _print_contexts(drafts: str, found: ContextAcceptance, file: Any) -> None:
+    groups = ("all", "not_looping")
+    lengths = {group: found.as_dict().get(group, {}) for group in groups}
+    rows = [
+        [
+            name,
+            f"{lengths['all'][name]['steps']:,}",
+            *(_length(lengths[group].get(name), "acceptance_length") for group in groups),
+            *(_length(lengths[group].get(name), "acceptance_length_per_token") for group in groups),
+        ]
+        for name in lengths["all"]
+    ]
+    columns = ("context", "steps", "length", "no loops", "per token", "no loops")
+    title = f"mean acceptance length by context, {drafts}"
+    render.print_table(title, columns, rows, file=file)
+
+
+def _length(figures: Mapping[str, float] | None, key: str) -> str:
+    return "-" if figures is None else f"{figures[key]:.2f}"
+
+
+def _length_rows(result: Evaluation, sizes: Sequence[int]) -> list[list[str]]:
+    return [
         [
             f"{name} ({result.num_documents[name]})",
-            *(f"{result.acceptance_length(n, name):.2f}" for n in sizes),
+            *(f"{result.acceptance_length(size, name):.2f}" for size in sizes),
         ]
         for name in result.groups
         if result.num_documents[name]
     ]
-    titles = ("rows", *(f"N={n}" for n in sizes))
-    render.print_table(
-        f"mean acceptance length, trees of depth {depth}", titles, lengths, file=file
-    )
 
 
-def _print_tables(results: dict[str, Evaluation], file: Any) -> None:
-    for way, result in results.items():
-        k = result.max_tokens
-        columns = ("rows", *(f"K={n}" for n in range(1, k + 1)))
-        lengths = [
-            [
-                f"{name} ({result.num_documents[name]})",
-                *(f"{s.mean_acceptance_length:.2f}" for s in group),
-            ]
-            for name, group in result.groups.items()
-            if result.num_documents[name]
-        ]
-        render.print_table(f"mean acceptance length, {way}", columns, lengths, file=file)
-        everything = result.groups["all"][-1]
-        rates = {
-            "accepted": everything.per_position_acceptance,
-            "accepted, if all before it were": everything.conditional_acceptance,
-        }
-        rows = [[name, *(f"{x:.2f}" for x in values)] for name, values in rates.items()]
-        titles = ("draft", *(str(n) for n in range(1, len(rows[0]))))
-        render.print_table(f"per position at K={k}, {way}", titles, rows, file=file)
+def _shown(most: int, sizes: Sequence[int]) -> list[int]:
+    """Few enough for a terminal of 80 columns."""
+    return [size for size in sizes if size < most] + [most]

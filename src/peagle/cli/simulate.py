@@ -11,8 +11,8 @@ from typing import IO, Annotated, Any
 import typer
 
 from peagle.bench.results.document import RESULTS, from_json, load_results
-from peagle.bench.results.figures import length, quantity, times
-from peagle.bench.results.settings import full_name
+from peagle.bench.results.figures import NOTHING, length, quantity, times
+from peagle.bench.results.settings import full_name, short_name
 from peagle.bench.simulate.acceptance import Profile, read_profiles
 from peagle.bench.simulate.predict import (
     Prediction,
@@ -56,6 +56,10 @@ def simulate_command(
     spec_tokens: Annotated[
         str | None, typer.Option(help="K, or several separated by commas; default: all known.")
     ] = None,
+    spec_nodes: Annotated[
+        str | None,
+        typer.Option(help="Nodes N of trees, or several; default: all known, if any are."),
+    ] = None,
     concurrency: Annotated[
         str | None,
         typer.Option(help="Concurrent requests; default: those of --costs, else 1,4,16,64."),
@@ -67,7 +71,7 @@ def simulate_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict OTPS by concurrency and K, the best K, and the break-even acceptance length."""
+    """Predict OTPS by concurrency, K and N, the best of them, and the break-even length."""
     file = sys.stderr if as_json else sys.stdout
     if context < 1:
         raise ConfigError(f"--context {context} is out of range", hint="use >= 1")
@@ -79,7 +83,8 @@ def simulate_command(
         costs, notes = step_costs(flags, list(profiles), loads, context)
         predictions = predict_grid(
             costs, profiles,
-            ks=_depths(spec_tokens, profiles, flags), concurrencies=loads, context=context,
+            ks=_depths(spec_tokens, profiles, flags), nodes=_nodes(spec_nodes, profiles, flags),
+            concurrencies=loads, context=context,
         )  # fmt: skip
         _print(predictions, notes, file)
         document = {"notes": notes, "context": context, **_document(predictions)}
@@ -99,10 +104,26 @@ def _depths(spec_tokens: str | None, profiles: dict[str, Profile], flags: CostFl
     """The K that were asked for, or all that every profile knows and that have step times."""
     if spec_tokens is not None:
         return _ints(spec_tokens)
-    first = max(min(profile.lengths) for profile in profiles.values())
-    last = min(max(profile.lengths) for profile in profiles.values())
-    known = measured_depths(flags)
+    lengths = [profile.lengths for profile in profiles.values() if profile.lengths]
+    if not lengths:
+        return []
+    first, last = max(map(min, lengths)), min(map(max, lengths))
+    known = measured_sizes(flags, trees=False)
     return [k for k in known or range(first, last + 1) if first <= k <= last] or [last]
+
+
+def _nodes(spec_nodes: str | None, profiles: dict[str, Profile], flags: CostFlags) -> list[int]:
+    """The same of trees; none where no profile has any."""
+    if spec_nodes is not None:
+        return _ints(spec_nodes)
+    from peagle.speculation.budget import TREE_NUMBERS
+
+    trees = [line for profile in profiles.values() for line in profile.trees.values()]
+    if not trees:
+        return []
+    last = min(map(max, trees))
+    known = measured_sizes(flags, trees=True)
+    return [n for n in known or TREE_NUMBERS if n <= last] or [last]
 
 
 def _ints(text: str) -> list[int]:
@@ -119,13 +140,14 @@ def _print(predictions: list[Prediction], notes: list[str], file: IO[str]) -> No
     for note in notes:
         file.write(f"{note}\n")
     columns = (
-        *("method, concurrency", "K", "tokens/s", "none", "gain"),
+        *("method, concurrency", "K", "N", "tokens/s", "none", "gain"),
         *("tokens per step", "break-even"),
     )
     rows = [
         [
-            f"{p.method}, {p.concurrency}",
+            f"{p.method}{' auto' if p.is_auto else ''}, {p.concurrency}",
             str(p.num_speculative_tokens),
+            NOTHING if p.num_draft_nodes is None else str(p.num_draft_nodes),
             quantity(p.otps),
             quantity(p.plain_otps),
             times(p.gain),
@@ -135,9 +157,9 @@ def _print(predictions: list[Prediction], notes: list[str], file: IO[str]) -> No
         for p in predictions
     ]
     title = "predicted output tokens per second"
-    render.print_table(title, columns, rows, names=2, file=file)
+    render.print_table(title, columns, rows, names=3, file=file)
     for concurrency, best in best_by_concurrency(predictions).items():
-        words = f"{best.method}, K = {best.num_speculative_tokens}" if best else "no speculation"
+        words = short_name(best.setting, {}) if best else "no speculation"
         gain = f", {times(best.gain)}" if best else ""
         file.write(f"best at concurrency {concurrency}: {words}{gain}\n")
 
@@ -200,11 +222,13 @@ def usual_concurrencies(flags: CostFlags) -> list[int]:
     return sorted({step.concurrency for step in _measured(flags.costs).steps})
 
 
-def measured_depths(flags: CostFlags) -> list[int] | None:
-    """The K that were measured; None where step times are computed, for any K."""
+def measured_sizes(flags: CostFlags, *, trees: bool) -> list[int] | None:
+    """The K of chains, or the N of trees, that were measured; None where step times are computed,
+    for any."""
     if flags.costs is None:
         return None
-    return sorted({step.k for step in _measured(flags.costs).steps if step.k})
+    steps = [step for step in _measured(flags.costs).steps if step.k]
+    return sorted({step.num_drafts for step in steps if (step.nodes is not None) == trees})
 
 
 def _cost_notes(

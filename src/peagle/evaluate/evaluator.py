@@ -7,6 +7,7 @@ then visits the anchors that the engine would visit under each K.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
@@ -35,6 +36,8 @@ from peagle.teacher_forcing.partition import (
     unrolled_segment,
 )
 
+MOST_RECALLED = 16  # best tokens of a depth among which the right one is looked for
+
 
 class Acceptance(Protocol):
     """What counted and expected statistics have in common."""
@@ -49,11 +52,15 @@ class Acceptance(Protocol):
     def conditional_acceptance(self) -> list[float]: ...
 
 
-class Mergeable(Acceptance, Protocol):
+class Mergeable(Protocol):
     def merge(self, other: Self) -> None: ...
 
 
-_Stats = TypeVar("_Stats", bound=Mergeable)
+class MergeableAcceptance(Acceptance, Mergeable, Protocol): ...
+
+
+_Counts = TypeVar("_Counts", bound=Mergeable)
+_Stats = TypeVar("_Stats", bound=MergeableAcceptance)
 
 
 @dataclass(frozen=True)
@@ -129,13 +136,18 @@ class Evaluator:
 
     def __call__(self, model: DraftModel) -> Evaluation:
         """Greedy drafts: those that are the target's own tokens are kept."""
-        counted = [(d.groups, self._replays(d)) for d in self.documents(model, greedy_acceptance)]
-        return summed(counted, self.max_tokens, SpecDecodeStats)
+        return self.replayed(
+            (d, leading(d.chances[0])) for d in self.documents(model, greedy_acceptance)
+        )
 
-    def _replays(self, document: Document) -> list[SpecDecodeStats]:
-        leading = document.chances[0].long().cumprod(1).sum(1).tolist()
+    def replayed(self, documents: Iterable[tuple[Document, Sequence[int]]]) -> Evaluation:
+        """`documents`: each with the drafts [n] that are right in a row at each anchor."""
         ks = range(1, self.max_tokens + 1)
-        return [replay(document.mask, leading, k, document.limits) for k in ks]
+        counted = [
+            (document.groups, [replay(document.mask, right, k, document.limits) for k in ks])
+            for document, right in documents
+        ]
+        return summed(counted, self.max_tokens, SpecDecodeStats)
 
     def documents(self, model: DraftModel, rule: AcceptanceRule) -> Iterator[Document]:
         return self.documents_of(model, lambda row: self._chances(model, row, rule))
@@ -237,33 +249,61 @@ class Evaluator:
         return Limits(max_tokens, self.max_model_len, positions)
 
 
+def leading(is_right: Tensor) -> list[int]:
+    """[n, K] -> [n]: right drafts in a row, from the first on."""
+    counts: list[int] = is_right.long().cumprod(1).sum(1).tolist()
+    return counts
+
+
 def greedy_acceptance(drafted: Drafted) -> Tensor:
     """[1, C]: is the drafter's best token the one that the target wrote?
 
     A correction chooses among the candidates that the engine shows it.
     """
     logits = F.linear(drafted.normed, drafted.table)
+    return _best_is_right(drafted, logits)[None]
+
+
+def ranked_acceptance(drafted: Drafted) -> Tensor:
+    """[2, C]: the same, and 1 over the place that the target's token has among the MOST_RECALLED
+    best of the pass, which no correction has changed; 0 if it is not among them."""
+    logits = F.linear(drafted.normed, drafted.table)
+    best = logits.topk(min(MOST_RECALLED, logits.shape[1])).indices  # [C, M]
+    is_label = drafted.target_ids[best] == drafted.labels[:, None]
+    places = torch.arange(1, best.shape[1] + 1, device=best.device)
+    return torch.stack((_best_is_right(drafted, logits).double(), (is_label / places).sum(1)))
+
+
+def _best_is_right(drafted: Drafted, logits: Tensor) -> Tensor:
     if drafted.corrected is None:
         best = logits.argmax(-1)
     else:
         candidates = logits.topk(BEAM).indices
         scores = F.linear(drafted.corrected, drafted.table).gather(1, candidates)
         best = candidates.gather(1, scores.argmax(1, keepdim=True))[:, 0]
-    return (drafted.target_ids[best] == drafted.labels)[None]
+    return drafted.target_ids[best] == drafted.labels
 
 
 def summed(
-    documents: Iterable[tuple[Sequence[str], Sequence[_Stats]]],
+    documents: Sequence[tuple[Sequence[str], Sequence[_Stats]]],
     max_tokens: int,
     zero: Callable[[], _Stats],
 ) -> Evaluation:
     """Adds up documents, each with the groups it belongs to and its statistics for every K."""
-    groups: dict[str, list[_Stats]] = {"all": [zero() for _ in range(max_tokens)]}
-    counts: dict[str, int] = {"all": 0}
+    counts = Counter(name for names, _ in documents for name in names)
+    return Evaluation(max_tokens, totals(documents, max_tokens, zero), {"all": 0, **counts})
+
+
+def totals(
+    documents: Iterable[tuple[Sequence[str], Sequence[_Counts]]],
+    size: int,
+    zero: Callable[[], _Counts],
+) -> dict[str, list[_Counts]]:
+    """By group: `size` statistics, each summed over the group's documents."""
+    groups: dict[str, list[_Counts]] = {"all": [zero() for _ in range(size)]}
     for names, stats in documents:
         for name in names:
-            totals = groups.setdefault(name, [zero() for _ in range(max_tokens)])
-            for total, one in zip(totals, stats, strict=True):
+            group = groups.setdefault(name, [zero() for _ in range(size)])
+            for total, one in zip(group, stats, strict=True):
                 total.merge(one)
-            counts[name] = counts.get(name, 0) + 1
-    return Evaluation(max_tokens, groups, counts)
+    return groups

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from peagle.checkpoints.heads.config import read_head_config
 from peagle.checkpoints.heads.loading import load_head
@@ -18,8 +19,9 @@ from peagle.engine.engine import Engine
 from peagle.engine.loading import load_engine_target
 from peagle.errors import ConfigError, DataError
 from peagle.evaluate.evaluator import Evaluation, Evaluator
+from peagle.evaluate.recall import GreedyEvaluation, evaluate_greedy
 from peagle.evaluate.sampled import SampledAcceptance, evaluate_sampled
-from peagle.evaluate.trees import evaluate_trees
+from peagle.evaluate.trees import TreeEvaluation, evaluate_trees
 from peagle.models.eagle import EagleNetwork
 from peagle.models.target import TargetModel
 from peagle.prepare.answers import EmbeddedAnswers
@@ -95,28 +97,36 @@ def own_answers(
     return Dataset(folder), counts
 
 
+class PairEvaluation(NamedTuple):
+    acceptance: Mapping[str, Evaluation]  # `greedy`, or `coupled` and `rejection` if sampled
+    chains: GreedyEvaluation | None  # the first in more detail; None if sampled
+    trees: TreeEvaluation | None
+
+
 def evaluate_pair(
-    pair: Pair, dataset: Dataset, indices: list[int], max_tokens: int, params: SamplingParams
-) -> dict[str, Evaluation]:
-    """Acceptance for K = 1 .. max_tokens: `greedy`, or `coupled` and `rejection` if sampled."""
+    pair: Pair,
+    dataset: Dataset,
+    indices: list[int],
+    max_tokens: int,
+    params: SamplingParams,
+    num_nodes: int | None = None,
+) -> PairEvaluation:
+    """Acceptance for K = 1 .. max_tokens, and on greedy text for trees of 1 .. num_nodes drafts,
+    max_tokens of them behind each other."""
     check_tokens(dataset, indices, pair.target.config.vocab_size)
     evaluator = build_evaluator(pair, dataset, indices, max_tokens)
     model = DraftModel(pair.network)
-    if params.greedy:
-        return {"greedy": evaluator(model)}
-    target = pair.target
-    adjusted = target.adjusted if target.changes_logits else None
-    rule = SampledAcceptance(target.lm_head.weight, params, adjusted)
-    return evaluate_sampled(evaluator, model, rule)
-
-
-def evaluate_pair_trees(
-    pair: Pair, dataset: Dataset, indices: list[int], max_tokens: int, num_nodes: int
-) -> Evaluation:
-    """Greedy acceptance of trees of 1 .. num_nodes drafts, max_tokens of them behind each other."""
-    check_tokens(dataset, indices, pair.target.config.vocab_size)
-    evaluator = build_evaluator(pair, dataset, indices, max_tokens)
-    return evaluate_trees(evaluator, DraftModel(pair.network), num_nodes)
+    if not params.greedy:
+        if num_nodes is not None:
+            raise ConfigError(
+                "trees are evaluated on greedy answers", hint="drop --spec-nodes or --temperature"
+            )
+        adjusted = pair.target.adjusted if pair.target.changes_logits else None
+        rule = SampledAcceptance(pair.target.lm_head.weight, params, adjusted)
+        return PairEvaluation(evaluate_sampled(evaluator, model, rule), None, None)
+    chains = evaluate_greedy(evaluator, model)
+    trees = None if num_nodes is None else evaluate_trees(evaluator, model, num_nodes)
+    return PairEvaluation({"greedy": chains.acceptance}, chains, trees)
 
 
 def build_evaluator(pair: Pair, dataset: Dataset, indices: list[int], max_tokens: int) -> Evaluator:

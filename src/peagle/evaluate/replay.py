@@ -9,7 +9,7 @@ Shapes: n tokens of one document, K depths.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -64,6 +64,10 @@ class ReplayStep(NamedTuple):
     left: int
     num_drafts: int
 
+    def accepted(self, leading: Sequence[int]) -> int:
+        """`leading` [n]: right drafts in a row when drafting starts at this anchor."""
+        return min(leading[self.newest - 1], self.num_drafts, self.left)
+
 
 def steps(mask: Sequence[bool], k: int, limits: Limits = UNLIMITED) -> list[ReplayStep | None]:
     """[n]: the step that K = k takes at each token; None where no step can start."""
@@ -92,6 +96,15 @@ def replay(
     leading  # [n] right drafts in a row when drafting starts at this anchor
     """
     stats = SpecDecodeStats()
+    for _, num_drafts, accepted in visited_steps(mask, leading, k, limits):
+        stats.observe(num_drafts, accepted)
+    return stats
+
+
+def visited_steps(
+    mask: Sequence[bool], leading: Sequence[int], k: int, limits: Limits = UNLIMITED
+) -> Iterator[tuple[int, int, int]]:
+    """The steps that an engine with K = k takes: newest token, drafts, accepted drafts."""
     at = steps(mask, k, limits)
     newest = 0
     while newest < len(mask):
@@ -99,10 +112,18 @@ def replay(
         if step is None:
             newest += 1
             continue
-        accepted = min(leading[newest - 1], step.num_drafts, step.left)
-        stats.observe(step.num_drafts, accepted)
+        accepted = step.accepted(leading)
+        yield newest, step.num_drafts, accepted
         newest += min(accepted + 1, step.left)
-    return stats
+
+
+def all_steps(
+    mask: Sequence[bool], leading: Sequence[int], k: int, limits: Limits = UNLIMITED
+) -> Iterator[tuple[int, int, int]]:
+    """The same for every step that may be taken, whether the others lead to it or not."""
+    for step in steps(mask, k, limits):
+        if step is not None:
+            yield step.newest, step.num_drafts, step.accepted(leading)
 
 
 @dataclass

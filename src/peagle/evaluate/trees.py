@@ -10,6 +10,7 @@ Shapes: n slots of a packed row, K depths, M candidates of each, A anchors, N no
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,13 +18,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.data.packing import PackedRow
+from peagle.evaluate.contexts import ContextAcceptance, by_context
 from peagle.evaluate.evaluator import Document, Evaluation, Evaluator, summed
-from peagle.evaluate.replay import replay
+from peagle.evaluate.replay import visited_steps
 from peagle.kernels.reference.trees import Candidates
 from peagle.models.eagle import EagleNetwork
 from peagle.models.layers import at_least_float32
 from peagle.speculation.statistics import SpecDecodeStats
-from peagle.speculation.trees import BEAM, Lattice, depths, grow_tree, independent, walk_tree
+from peagle.speculation.trees import (
+    BEAM,
+    Lattice,
+    Tree,
+    depths,
+    grow_tree,
+    independent,
+    walk_tree,
+)
 from peagle.teacher_forcing.draft_model import DraftModel
 
 ANCHORS_AT_ONCE = 512
@@ -37,38 +47,56 @@ class DraftStates(NamedTuple):
     candidates: Candidates  # [n, K, M]; -inf where nothing is drafted
 
 
-def evaluate_trees(evaluator: Evaluator, model: DraftModel, num_nodes: int) -> Evaluation:
-    """One entry for each number of nodes up to N; depth K is the evaluator's."""
+@dataclass(frozen=True)
+class TreeEvaluation:
+    acceptance: Evaluation  # one entry for each number of nodes
+    by_context: ContextAcceptance  # with all of them
 
-    def accepted(row: PackedRow) -> Tensor:
-        return _accepted(evaluator, model, row, num_nodes)
+
+def evaluate_trees(evaluator: Evaluator, model: DraftModel, num_nodes: int) -> TreeEvaluation:
+    """For each number of nodes up to N; depth K is the evaluator's."""
+
+    def outcomes(row: PackedRow) -> Tensor:
+        return _outcomes(evaluator, model, row, num_nodes)
 
     # An engine does not know where the text ends: drafts go beyond it.
-    documents = evaluator.documents_of(model, accepted, room=evaluator.max_tokens + 1)
-    counted = [(d.groups, list(_replays(d, evaluator.max_tokens))) for d in documents]
-    return summed(counted, num_nodes, SpecDecodeStats)
+    depth = evaluator.max_tokens
+    documents = list(evaluator.documents_of(model, outcomes, room=depth + 1))
+    counted = [(d.groups, list(_replays(d, depth))) for d in documents]
+    largest = [(d, d.chances[0, :, -1].long().tolist()) for d in documents]
+    return TreeEvaluation(summed(counted, num_nodes, SpecDecodeStats), by_context(largest, depth))
 
 
 def _replays(document: Document, depth: int) -> Iterator[SpecDecodeStats]:
-    for accepted in document.chances[0].long().t().tolist():
-        yield replay(document.mask, accepted, depth, document.limits)
+    accepted, ends_in_leaf = document.chances.long().transpose(1, 2).tolist()  # [N][n] each
+    for leading, is_leaf in zip(accepted, ends_in_leaf, strict=True):
+        stats = SpecDecodeStats()
+        for newest, num_drafts, kept in visited_steps(
+            document.mask, leading, depth, document.limits
+        ):
+            stats.observe(num_drafts, kept)
+            # No node followed, so none was rejected.
+            if kept < num_drafts and kept == leading[newest - 1] and is_leaf[newest - 1]:
+                stats.num_reached_tokens_per_pos[kept] -= 1
+        yield stats
 
 
-def _accepted(evaluator: Evaluator, model: DraftModel, row: PackedRow, num_nodes: int) -> Tensor:
-    """[1, n, N]: drafts accepted of the first 1 .. N nodes of a tree at each anchor."""
+def _outcomes(evaluator: Evaluator, model: DraftModel, row: PackedRow, num_nodes: int) -> Tensor:
+    """[2, n, N]: of the first 1 .. N nodes of a tree at each anchor, how many are accepted, and
+    whether the last of these has no child."""
     counts = evaluator.draft_counts(model, row)  # [n]
     states = _draft_states(evaluator, model, row, counts)
     anchors = torch.nonzero(counts > 0).flatten()
-    accepted = torch.zeros(len(counts), num_nodes, dtype=torch.long)
+    outcomes = torch.zeros(2, len(counts), num_nodes, dtype=torch.long)
     for part in torch.split(anchors, ANCHORS_AT_ONCE):
-        accepted[part] = _accepted_at(model.network, states, row, part, num_nodes).cpu()
-    return accepted[None]
+        outcomes[:, part] = _outcomes_at(model.network, states, row, part, num_nodes).cpu()
+    return outcomes
 
 
-def _accepted_at(
+def _outcomes_at(
     network: EagleNetwork, states: DraftStates, row: PackedRow, anchors: Tensor, num_nodes: int
 ) -> Tensor:
-    """[A, N]"""
+    """[2, A, N]"""
     depth = states.normed.shape[1]
     here = anchors.to(states.normed.device)
     candidates = Candidates(*(x[here] for x in states.candidates))
@@ -79,7 +107,18 @@ def _accepted_at(
     walk = walk_tree(tree.token_ids, tree.parents, num_there, text.gather(1, row_depths), depth)
     taken = torch.arange(1, depth + 1, device=here.device) <= walk.num_accepted[:, None]  # [A, K]
     nodes = torch.arange(1, num_nodes + 1, device=here.device)
-    return (taken[:, :, None] & (walk.rows[:, 1:, None] <= nodes)).sum(1)
+    accepted = (taken[:, :, None] & (walk.rows[:, 1:, None] <= nodes)).sum(1)  # [A, N]
+    last = walk.rows.gather(1, accepted)  # [A, N]: the row at which the walk ends
+    return torch.stack((accepted, _first_children(tree, num_there).gather(1, last) > nodes))
+
+
+def _first_children(tree: Tree, num_there: Tensor) -> Tensor:
+    """[A, N+1]: the first node behind each row; beyond all nodes where none is."""
+    size = tree.parents.shape[1]
+    nodes = torch.arange(1, size + 1, device=tree.parents.device).expand_as(tree.parents)
+    nodes = torch.where(nodes <= num_there[:, None], nodes, size + 1)
+    none = nodes.new_full((len(nodes), size + 1), size + 1)
+    return none.scatter_reduce(1, tree.parents, nodes, "amin")
 
 
 def _lattice(network: EagleNetwork, normed: Tensor, candidates: Candidates) -> Lattice:

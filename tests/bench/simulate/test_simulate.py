@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,13 @@ from hypothesis import strategies as st
 
 from peagle.bench.results.document import save_results
 from peagle.bench.simulate.acceptance import Profile, profile_of_rates, profiles_of, read_profiles
-from peagle.bench.simulate.predict import best_by_concurrency, predict, predict_grid, validate
+from peagle.bench.simulate.predict import (
+    best_by_concurrency,
+    predict,
+    predict_auto,
+    predict_grid,
+    validate,
+)
 from peagle.bench.simulate.roofline import (
     Assumptions,
     Gpu,
@@ -25,7 +32,7 @@ from peagle.bench.simulate.roofline import (
 from peagle.bench.simulate.step_costs import measured_costs, measured_table
 from peagle.errors import ConfigError, DataError, ModelError
 
-from ..made import make_cell, make_results, modelled_grid
+from ..made import make_cell, make_results, modelled_cell, modelled_grid
 
 LLAMA_8B = decoder_shape(
     {
@@ -322,3 +329,105 @@ def test_measured_steps_of_a_bench_predict_its_gain() -> None:
     assert speeds[0] is not None
     assert speeds[1] is not None
     assert found.gain == pytest.approx(speeds[0].otps.value / speeds[1].otps.value, rel=0.01)
+
+
+def tree_step(part: str, k: int, nodes: int | None, load: int, seconds: float) -> dict[str, Any]:
+    return {"part": part, "method": "p-eagle", "k": k, "nodes": nodes, "concurrency": load,
+            "seconds": seconds}  # fmt: skip
+
+
+def test_a_tree_costs_the_verification_of_its_rows_and_the_draft_of_its_depth() -> None:
+    plain = [{"part": "plain", "concurrency": n, "seconds": 0.010} for n in (1, 4)]
+    chains = [tree_step(part, k, None, n, 0.010 + 0.001 * k)
+              for part in ("verify", "draft") for k in (3, 7) for n in (1, 4)]  # fmt: skip
+    of_chains = measured_costs({"step_costs": plain + chains}, "table.json")
+    # Five drafts lie between three and seven; the draft is that of a chain of 7.
+    assert of_chains.speculative("p-eagle", 7, 1, 0, 5) == pytest.approx(0.015 + 0.017)
+    with pytest.raises(ConfigError, match="K = 7, N = 15, concurrency 1"):
+        of_chains.speculative("p-eagle", 7, 1, 0, 15)
+    trees = [tree_step("verify", 7, n, load, 0.018 + 0.001 * n)
+             for n in (7, 15) for load in (1, 4)]  # fmt: skip
+    trees += [tree_step("draft", 7, 15, load, 0.020) for load in (1, 4)]
+    both = measured_costs({"step_costs": plain + chains + trees}, "table.json")
+    assert both.speculative("p-eagle", 7, 4, 0, 15) == pytest.approx(0.033 + 0.020)
+    assert both.speculative("p-eagle", 7, 4, 0, 11) == pytest.approx(0.029 + 0.020)
+    # Of as many rows a tree's own steps tell more than a chain's, which stay what they were.
+    assert both.speculative("p-eagle", 7, 4, 0, 7) == pytest.approx(0.025 + 0.020)
+    assert both.speculative("p-eagle", 7, 4, 0) == pytest.approx(0.017 + 0.017)
+
+
+def test_computed_trees_cost_more_rows_and_no_more_passes() -> None:
+    costs = roofline()
+    chain = costs.speculative("p-eagle", 7, 32, 1024)
+    assert costs.speculative("p-eagle", 7, 32, 1024, 7) == chain
+    assert costs.speculative("p-eagle", 7, 32, 1024, 31) - chain == pytest.approx(
+        costs.verify(31, 32, 1024) - costs.verify(7, 32, 1024)
+    )
+
+
+TREES = Profile({7: 4.0}, {7: {1: 1.8, 3: 2.8, 7: 4.2, 15: 5.0, 31: 5.6}})
+
+
+def test_auto_is_the_fastest_number_of_nodes_or_none() -> None:
+    loads = (1, 8, 64, 512)
+    grid = predict_grid(roofline(), {"p-eagle": TREES}, ks=[7], nodes=[1, 3, 7, 15, 31],
+                        concurrencies=loads, context=1024)  # fmt: skip
+    chosen = []
+    for load in loads:
+        here = [p for p in grid if p.concurrency == load]
+        auto = next(p for p in here if p.is_auto)
+        fixed = [p.otps for p in here if not p.is_auto and p.num_draft_nodes is not None]
+        assert auto.otps == max([*fixed, auto.plain_otps])
+        chosen.append(auto.num_draft_nodes)
+    assert chosen == sorted(chosen, reverse=True)  # the more requests, the fewer nodes pay
+    assert chosen[0] == 31
+    assert chosen[-1] < 7
+    useless = Profile({}, {7: {1: 1.0, 31: 1.0}})
+    off = predict_auto(roofline(), "p-eagle", useless, k=7, concurrency=8, context=1)
+    assert (off.num_draft_nodes, off.gain, off.acceptance_length) == (0, 1.0, 1.0)
+
+
+def test_trees_are_read_from_evaluations_and_from_bench(tmp_path: Path) -> None:
+    evaluated = {
+        "method": "p-eagle",
+        "num_speculative_tokens": 3,
+        "acceptance": {"greedy": {"all": {"acceptance_length": [1.5, 2.0, 2.2]}}},
+        "trees": {"all": {"acceptance_length": [1.5, 2.0, 2.3, 2.5]}},
+    }
+    path = tmp_path / "evaluated.json"
+    path.write_text(json.dumps(evaluated))
+    found = read_profiles(str(path), [])["p-eagle"]
+    assert (found.length(3), found.length(3, 4)) == (2.2, 2.5)
+    with pytest.raises(ConfigError, match="K = 3, N = 5 is not known"):
+        found.length(3, 5)
+    chain = modelled_cell("p-eagle", 5, "chat", 4)
+    tree = replace(modelled_cell("p-eagle", 7, "chat", 4), num_draft_nodes=15)
+    auto = replace(modelled_cell("p-eagle", 1, "chat", 4), is_auto=True)
+    profile = profiles_of(make_results([chain, tree, auto]))["p-eagle"]
+    assert (set(profile.lengths), {k: set(line) for k, line in profile.trees.items()}) == (
+        {5},
+        {7: {15}},
+    )
+
+
+def test_impossible_trees_are_refused() -> None:
+    with pytest.raises(ConfigError, match="K = 7, N = 2 is impossible"):
+        Profile({}, {7: {2: 3.5}})
+    with pytest.raises(ConfigError, match="acceptance of trees is not known"):
+        predict_grid(roofline(), {"p-eagle": Profile({1: 1.5})}, ks=[1], nodes=[3],
+                     concurrencies=[1], context=1)  # fmt: skip
+
+
+def test_trees_of_a_bench_are_validated_beside_its_chains() -> None:
+    grid = modelled_grid(workloads=("chat",), methods=("p-eagle",))
+    trees = [
+        replace(cell, num_speculative_tokens=9, num_draft_nodes=cell.num_speculative_tokens)
+        for cell in grid.cells
+        if cell.num_speculative_tokens
+    ]
+    auto = replace(trees[0], is_auto=True)
+    validation = validate(replace(grid, cells=[*grid.cells, *trees, auto]))
+    assert validation.own.num_cells == len(grid.cells) + len(trees)
+    assert validation.own.worst < 0.01
+    own = {c.setting.num_draft_nodes: c.left_out for c in validation.cells if c.concurrency == 4}
+    assert own[5] is not None  # between trees of 3 and of 7 nodes

@@ -279,9 +279,9 @@ class Results:
     version: int = FORMAT_VERSION
 
     @property
-    def chains(self) -> list[Cell]:
-        """The cells with chains of K drafts: K alone says what a step of theirs costs."""
-        return [c for c in self.cells if c.num_draft_nodes is None and not c.is_auto]
+    def fixed(self) -> list[Cell]:
+        """The cells whose steps verify the same number of drafts each."""
+        return [cell for cell in self.cells if not cell.is_auto]
 
     def to_json(self) -> dict[str, Any]:
         """The document, each cell with its summary."""

@@ -11,13 +11,14 @@ from the neighbouring K and concurrencies alone, as for a point nobody has measu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from peagle.bench.results.document import Cell, CellRun, Results
+from peagle.bench.results.document import Cell, Results
 from peagle.bench.results.settings import NONE, Setting, setting_of, usable_runs
-from peagle.bench.simulate.acceptance import Profile, tokens_per_step
+from peagle.bench.simulate.acceptance import Profile, profile_of_cells
 from peagle.bench.simulate.step_costs import MeasuredCosts, StepCosts, steps_of
 from peagle.errors import ConfigError, DataError
 
@@ -31,10 +32,17 @@ class Prediction:
     otps: float
     acceptance_length: float
     break_even_length: float  # the acceptance length at which speculation gains nothing
+    num_draft_nodes: int | None = None  # of trees; where the engine chooses, what it would choose
+    is_auto: bool = False
 
     @property
     def gain(self) -> float:
         return self.otps / self.plain_otps
+
+    @property
+    def setting(self) -> Setting:
+        nodes = None if self.is_auto else self.num_draft_nodes
+        return Setting(self.method, self.num_speculative_tokens, None, nodes, self.is_auto)
 
 
 def predict(
@@ -45,10 +53,11 @@ def predict(
     k: int,
     concurrency: int,
     context: int,
+    nodes: int | None = None,
 ) -> Prediction:
     plain_step = costs.plain(concurrency, context)
-    step = costs.speculative(method, k, concurrency, context)
-    length = profile.length(k)
+    step = costs.speculative(method, k, concurrency, context, nodes)
+    length = profile.length(k, nodes)
     return Prediction(
         method=method,
         num_speculative_tokens=k,
@@ -57,7 +66,33 @@ def predict(
         otps=concurrency * length / step,
         acceptance_length=length,
         break_even_length=step / plain_step,
+        num_draft_nodes=nodes,
     )
+
+
+def predict_auto(
+    costs: StepCosts, method: str, profile: Profile, *, k: int, concurrency: int, context: int
+) -> Prediction:
+    """An engine that knows what drafts are worth and what rows cost, with trees of depth `k`: the
+    fastest number of nodes, or no drafts."""
+    from peagle.speculation.budget import TREE_NUMBERS  # numpy, which --help does without
+
+    plain = Prediction(
+        method,
+        k,
+        concurrency,
+        plain_otps=(otps := concurrency / costs.plain(concurrency, context)),
+        otps=otps,
+        acceptance_length=1.0,
+        break_even_length=1.0,
+        num_draft_nodes=0,
+    )
+    choices = [plain]
+    for nodes in TREE_NUMBERS:
+        with suppress(ConfigError):  # beyond what is known
+            place = {"k": k, "concurrency": concurrency, "context": context}
+            choices.append(predict(costs, method, profile, nodes=nodes, **place))
+    return replace(max(choices, key=lambda choice: choice.otps), is_auto=True)
 
 
 def predict_grid(
@@ -67,14 +102,29 @@ def predict_grid(
     ks: Sequence[int],
     concurrencies: Sequence[int],
     context: int,
+    nodes: Sequence[int] = (),
 ) -> list[Prediction]:
-    """Every method with a profile, at every K and concurrency."""
-    return [
-        predict(costs, method, profile, k=k, concurrency=concurrency, context=context)
-        for method, profile in profiles.items()
-        for concurrency in concurrencies
-        for k in ks
-    ]
+    """Every method with a profile, at every K and concurrency; where the profile has trees, also
+    of each number of nodes and as the engine chooses."""
+    if nodes and not any(profile.trees for profile in profiles.values()):
+        raise ConfigError(
+            "the acceptance of trees is not known",
+            hint="take it from peagle evaluate --spec-nodes or from peagle bench --spec-nodes",
+        )
+    found: list[Prediction] = []
+    for method, profile in profiles.items():
+        for load in concurrencies:
+            place = {"concurrency": load, "context": context}
+            found += [predict(costs, method, profile, k=k, **place) for k in ks if profile.lengths]
+            found += [
+                predict(costs, method, profile, k=k, nodes=n, **place)
+                for k in profile.trees
+                for n in nodes
+            ]
+            if profile.trees:
+                deepest = max(profile.trees)
+                found.append(predict_auto(costs, method, profile, k=deepest, **place))
+    return found
 
 
 def best_by_concurrency(predictions: Sequence[Prediction]) -> dict[int, Prediction | None]:
@@ -115,7 +165,7 @@ class Validation:
 
 
 def validate(results: Results) -> Validation:
-    timed = [cell for cell in results.chains if cell.concurrency and steps_of(cell)]
+    timed = [cell for cell in results.fixed if cell.concurrency and steps_of(cell)]
     if not timed:
         raise DataError(
             "no cell has step times to predict from",
@@ -150,9 +200,12 @@ def _predict(cell: Cell, sources: Sequence[Cell]) -> float:
     costs = MeasuredCosts(tuple(step for source in sources for step in steps_of(source)))
     if cell.method == NONE:
         return cell.concurrency / costs.plain(cell.concurrency, 0)
-    length = _profile(sources).length(cell.num_speculative_tokens)
-    step = costs.speculative(cell.method, cell.num_speculative_tokens, cell.concurrency, 0)
-    return cell.concurrency * length / step
+    profile = profile_of_cells(sources)
+    if profile is None:
+        raise ConfigError("no neighbour has drafts")
+    k, nodes = cell.num_speculative_tokens, cell.num_draft_nodes
+    step = costs.speculative(cell.method, k, cell.concurrency, 0, nodes)
+    return cell.concurrency * profile.length(k, nodes) / step
 
 
 def _predict_or_none(cell: Cell, sources: Sequence[Cell]) -> float | None:
@@ -160,16 +213,6 @@ def _predict_or_none(cell: Cell, sources: Sequence[Cell]) -> float | None:
         return _predict(cell, sources)
     except ConfigError:  # outside of what the others measured
         return None
-
-
-def _profile(sources: Iterable[Cell]) -> Profile:
-    """Acceptance does not depend on the load, so those of all loads are taken."""
-    runs: dict[int, list[CellRun]] = {}
-    for source in sources:
-        drafting = [run for run in usable_runs(source) if run.stats.get("num_drafts")]
-        if drafting:
-            runs.setdefault(source.num_speculative_tokens, []).extend(drafting)
-    return Profile({k: tokens_per_step(group) for k, group in runs.items()})
 
 
 def _errors(shares: Sequence[float]) -> PredictionErrors:

@@ -181,13 +181,17 @@ class RooflineCosts:
     def plain(self, concurrency: int, context: int) -> float:
         return self.verify(0, concurrency, context) + self.assumed.step_overhead
 
-    def speculative(self, method: str, k: int, concurrency: int, context: int) -> float:
+    def speculative(
+        self, method: str, k: int, concurrency: int, context: int, nodes: int | None = None
+    ) -> float:
         draft = self.draft(method, k, concurrency, context)
-        return draft + self.verify(k, concurrency, context) + self.assumed.step_overhead
+        verify = self.verify(k if nodes is None else nodes, concurrency, context)
+        return draft + verify + self.assumed.step_overhead
 
-    def verify(self, k: int, concurrency: int, context: int) -> float:
-        """One pass of the target over the newest token and k drafts of each request."""
-        kernels = _decoder_pass(self.target, k + 1, k + 1, concurrency, context)
+    def verify(self, num_drafts: int, concurrency: int, context: int) -> float:
+        """One pass of the target over the newest token and the drafts of each request."""
+        rows = num_drafts + 1
+        kernels = _decoder_pass(self.target, rows, rows, concurrency, context)
         return self._seconds(kernels) + self._small_kernels(self.target)
 
     def draft(self, method: str, k: int, concurrency: int, context: int) -> float:
