@@ -32,6 +32,11 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class Lost:
+    """The request is done, and the connection ends before its answer."""
+
+
+@dataclass(frozen=True)
 class Gate:
     """Passes a request on, or not, and keeps its answer back: `reached` is set then."""
 
@@ -43,8 +48,9 @@ class Gate:
 class Behaviour:
     """By operation, what happens to the next requests, one each; then moto answers again."""
 
-    rules: dict[str, list[Refusal | Gate | Change]] = field(default_factory=dict)
+    rules: dict[str, list[Refusal | Gate | Lost | Change | None]] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)  # `sagemaker:CreateModel`
+    bodies: list[bytes] = field(default_factory=list)  # of those
     parts: list[bytes] = field(default_factory=list)  # of a streamed answer
     breaks_off: bool = False  # with an exception in the stream
     answer: bytes = b"{}"  # of a request that is not streamed
@@ -65,12 +71,16 @@ def serving(behaviour: Behaviour, moto: str) -> Iterator[str]:
             body = self._body()
             operation = _operation(self.headers["X-Amz-Target"], self.path)
             behaviour.calls.append(f"{_service(self.headers['Authorization'])}:{operation}")
+            behaviour.bodies.append(body)
             rules = behaviour.rules.get(operation)
             rule = rules.pop(0) if rules else None
             if isinstance(rule, Refusal):
                 self._refuse(rule)
             elif operation.startswith("InvokeEndpoint"):
                 self._invoke(body)
+            elif isinstance(rule, Lost):
+                self._pass_on(body)
+                self.close_connection = True
             elif isinstance(rule, Gate):
                 if rule.passed_on:
                     self._pass_on(body)

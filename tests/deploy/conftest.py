@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -75,6 +77,17 @@ class Account:
         if (service, region) not in self.clients:
             self.clients[service, region] = boto3.client(service, region_name=region)
         return self.clients[service, region]
+
+    def log(self, *lines: str, name: str = "oss", stream: str = "AllTraffic/i-1") -> None:
+        """What a container of the endpoint says."""
+        logs, group = self.client("logs"), f"/aws/sagemaker/Endpoints/{name}"
+        with contextlib.suppress(logs.exceptions.ResourceAlreadyExistsException):
+            logs.create_log_group(logGroupName=group)
+        with contextlib.suppress(logs.exceptions.ResourceAlreadyExistsException):
+            logs.create_log_stream(logGroupName=group, logStreamName=stream)
+        now = int(time.time() * 1000)
+        events = [{"timestamp": now + n, "message": line} for n, line in enumerate(lines)]
+        logs.put_log_events(logGroupName=group, logStreamName=stream, logEvents=events)
 
     def left(self, region: str = REGION) -> dict[str, list[str]]:
         """Names of all that is there."""

@@ -64,19 +64,22 @@ def test_a_dry_run_asks_nothing(answering: Account) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "said", "message"),
+    ("code", "said", "http", "hint"),
     [
-        ("ValidationError", "Endpoint oss of account 1 not found.", "HTTP 404: ValidationError"),
-        ("ThrottlingException", "slow down", "HTTP 429: ThrottlingException"),
-        ("AccessDeniedException", "not authorized", "HTTP 403: AccessDeniedException"),
+        ("ValidationError", "Endpoint oss of account 1 not found.", 404, "see `peagle deploy"),
+        ("ThrottlingException", "slow down", 429, "AWS asks for fewer requests"),
+        ("AccessDeniedException", "not authorized", 403, "`peagle deploy sagemaker plan` prints"),
+        ("ValidationError", "a Token", 400, "see `peagle deploy sagemaker status oss`"),
     ],
 )
-def test_a_refusal_is_one_line(answering: Account, code: str, said: str, message: str) -> None:
+def test_a_refusal_is_one_line(
+    answering: Account, code: str, said: str, http: int, hint: str
+) -> None:
     status = 403 if "Denied" in code else 400
     answering.behaviour.rules["InvokeEndpoint"] = [Refusal(code, said, status)]
     assert answering.verb("invoke", "oss", "hi", "--no-stream") == 2
-    assert f"error: oss in us-east-1: {message}: {said}" in answering.err
-    assert "hint: see `peagle deploy sagemaker status oss`" in answering.err
+    assert f"error: oss in us-east-1: HTTP {http}: {code}: {said}" in answering.err
+    assert f"hint: {hint}" in answering.err
 
 
 def test_what_the_container_refuses_is_its_own_answer(answering: Account) -> None:

@@ -134,6 +134,27 @@ def test_all_of_ours_in_a_region_have_a_status(many: Account) -> None:
     assert "no endpoint missing in us-east-1" in many.err
 
 
+def test_what_may_not_be_deleted_keeps_nothing_else(aws: Account) -> None:
+    make_endpoints(aws, "a", "b")
+    aws.behaviour.rules["DeleteEndpoint"] = [Refusal("AccessDeniedException", "not authorized")]
+    assert aws.verb("reap", "--json") == 2
+    assert [(one["name"], one["deleted"]) for one in aws.json["endpoints"]] == [
+        ("a", False),
+        ("b", True),
+    ]
+    assert "error: AWS refuses DeleteEndpoint: AccessDeniedException: not authorized" in aws.err
+    assert set(backend().endpoints) == {"a"}
+
+
+def test_the_status_of_one_of_ours_does_not_depend_on_what_others_named_alike(
+    aws: Account,
+) -> None:
+    make_endpoints(aws, "shared")
+    backend()._models["shared"].tags = []
+    assert aws.verb("status", "--json") == 0
+    assert [one["name"] for one in aws.json["endpoints"]] == ["shared"]
+
+
 def test_what_aws_refuses_is_said(many: Account) -> None:
     many.behaviour.rules["ListEndpoints"] = [Refusal("AccessDeniedException")]
     assert many.verb("reap") == 2
@@ -219,6 +240,19 @@ def test_an_endpoint_is_due(age: int, end: int | None, total: float, due: bool) 
     changed = NOW - timedelta(minutes=age)
     endpoint = {"EndpointName": "e", "LastModifiedTime": changed, "Tags": tags}
     assert (why_due(Metrics(total), endpoint, timedelta(hours=1), NOW) is not None) == due
+
+
+@pytest.mark.parametrize(
+    ("end", "due"),
+    [
+        ("2026-01-02T11:59", True),
+        ("2026-01-02T12:01", False),
+        ("2026-01-02T12:59+01:00", True),
+        ("soon", False),
+    ],
+)
+def test_an_end_may_be_written_by_hand(end: str, due: bool) -> None:
+    assert reaper.is_past(end, NOW) == due
 
 
 @pytest.mark.parametrize(("minutes", "period"), [(5, 300), (60, 3600), (90, 7200), (7, 420)])

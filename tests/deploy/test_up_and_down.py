@@ -6,7 +6,8 @@ import json
 import os
 import re
 import signal
-import time
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,25 @@ import pytest
 
 from peagle.deploy.container import AMI
 
-from .aws_proxy import Gate, Refusal
+from .aws_proxy import Gate, Lost, Refusal
 from .conftest import NOTHING, REGION, ROLE, UP, Account
+from .test_reaper import backend, make_endpoints
 
 pytestmark = pytest.mark.slow
 
+ARN = f"arn:aws:sagemaker:{REGION}:123456789012"
 ALL = {"model": ["oss"], "endpoint_config": ["oss"], "endpoint": ["oss"]}
 
 
 def status_is(status: str, **more: Any) -> Any:
     return lambda document: {**document, "EndpointStatus": status, **more}
+
+
+def failing(reason: str) -> list[Any]:
+    """DescribeEndpoint of one that starts and fails."""
+    missing = Refusal("ValidationException", "Could not find endpoint")
+    failed = status_is("Failed", FailureReason=reason)
+    return [missing, *[status_is("Creating")] * 3, failed]
 
 
 def test_up_status_and_down_in_processes_of_their_own(aws: Account) -> None:
@@ -106,26 +116,73 @@ def test_what_others_made_stays(aws: Account) -> None:
 
 
 def test_a_failed_creation_is_explained_and_rolled_back(aws: Account) -> None:
-    logs, group = aws.client("logs"), "/aws/sagemaker/Endpoints/oss"
-    logs.create_log_group(logGroupName=group)
-    logs.create_log_stream(logGroupName=group, logStreamName="AllTraffic/i-1")
     lines = ["loading weights", "torch.OutOfMemoryError: CUDA out of memory"]
-    now = int(time.time() * 1000)
-    events = [{"timestamp": now + n, "message": line} for n, line in enumerate(lines)]
-    logs.put_log_events(logGroupName=group, logStreamName="AllTraffic/i-1", logEvents=events)
-    failed = status_is("Failed", FailureReason="The container did not pass the ping health check.")
-    aws.behaviour.rules["DescribeEndpoint"] = [
-        Refusal("ValidationException", "Could not find endpoint"),
-        *[status_is("Creating")] * 3,
-        failed,
-    ]
+    aws.log(*lines)
+    aws.behaviour.rules["DescribeEndpoint"] = failing("The container did not pass the ping.")
     assert aws(*UP) == 2
     assert aws.err.count("oss is Creating") == 1, "the same status is told once"
     assert "CUDA out of memory" in aws.err
     assert "error: the endpoint oss is Failed: The container did not pass" in aws.err
+    assert "hint: the container's last log lines" in aws.err
     assert aws.left() == NOTHING
     assert aws.verb("logs", "oss") == 0
     assert aws.out.splitlines() == lines
+
+
+@pytest.mark.parametrize("operation", ["DescribeLogStreams", "GetLogEvents"])
+def test_a_log_that_may_not_be_read_hides_no_failure_and_stops_no_roll_back(
+    aws: Account, operation: str
+) -> None:
+    aws.log("loading weights")
+    aws.behaviour.rules["DescribeEndpoint"] = failing(
+        "Unable to provision ML compute capacity due to InsufficientInstanceCapacity error."
+    )
+    aws.behaviour.rules[operation] = [Refusal("AccessDeniedException", "not authorized")]
+    assert aws(*UP) == 2
+    assert f"log cannot be shown: AWS refuses {operation}: AccessDeniedException" in aws.err
+    assert "error: the endpoint oss is Failed: Unable to provision" in aws.err
+    assert "hint: try another --instance-type or region" in aws.err
+    assert aws.left() == NOTHING
+
+
+@pytest.mark.parametrize("kind", ["Model", "EndpointConfig", "Endpoint"])
+def test_a_creation_whose_answer_was_lost_is_ours(aws: Account, kind: str) -> None:
+    again = Refusal("ValidationException", f'Cannot create already existing {kind} "arn"')
+    aws.behaviour.rules[f"Create{kind}"] = [Lost(), again]
+    assert aws(*UP) == 0, aws.err
+    assert aws.behaviour.called(f"Create{kind}") == 2
+    assert aws.left() == ALL
+
+
+def test_what_somebody_made_meanwhile_is_neither_taken_nor_rolled_back(aws: Account) -> None:
+    assert aws(*UP, "--spec-tokens", "5") == 0
+    missing = Refusal("ValidationException", "Could not find it")
+    for kind in ("Model", "EndpointConfig", "Endpoint"):  # it was not there at first
+        aws.behaviour.rules[f"Describe{kind}"] = [missing]
+    exists = Refusal("ValidationException", 'Cannot create already existing model "arn"')
+    aws.behaviour.rules["CreateModel"] = [exists]
+    assert aws(*UP) == 2
+    assert "with other settings" in aws.err
+    assert aws.left() == ALL
+
+
+def test_a_followed_log_ends_with_its_endpoint(aws: Account) -> None:
+    assert aws(*UP) == 0
+    aws.log("one", "two")
+
+    def speak(document: dict[str, Any]) -> dict[str, Any]:
+        aws.log("four", stream="AllTraffic/i-2")
+        return document
+
+    def first(document: dict[str, Any]) -> dict[str, Any]:
+        aws.log("three")
+        return document
+
+    gone = Refusal("ValidationException", "Could not find endpoint")
+    # Each look at the endpoint comes before one at its log.
+    aws.behaviour.rules["DescribeEndpoint"] = [None, first, speak, None, gone]
+    assert aws.verb("logs", "oss", "--follow", "--lines", "1") == 0
+    assert aws.out.splitlines() == ["two", "three", "four"]
 
 
 @pytest.mark.parametrize(
@@ -191,6 +248,9 @@ def test_throttled_requests_are_sent_again(aws: Account) -> None:
             "another of either",
         ),
         ("DescribeEndpoint", Refusal("ExpiredTokenException", "expired"), "aws sso login"),
+        ("CreateModel", Refusal("ValidationException", "Could not assume role r."), "trusts"),
+        ("CreateEndpoint", Refusal("ServiceQuotaExceededException", "0"), "Service Quotas"),
+        ("CreateModel", Refusal("ValidationException", "a constraint"), "plan --json"),
     ],
 )
 def test_what_aws_refuses_is_one_line_with_its_code_and_a_hint(
@@ -227,7 +287,10 @@ def test_a_token_reaches_the_container_and_nothing_that_is_shown(
     for form in ("--json", "--terraform", "--cloudformation"):
         assert aws.verb("plan", *gated[3:], form) == 0
         shown += [aws.out, aws.err]
-    assert aws.verb("status", "--json") == 0
+    reason = f"the container was started with {token}"
+    aws.behaviour.rules["DescribeEndpoint"] = [None, status_is("Failed", FailureReason=reason)]
+    assert aws.verb("status", "oss", "--json") == 0
+    assert aws.json["endpoints"][0]["failure"] == "the container was started with ***"
     assert token not in "".join([*shown, aws.out, aws.err])
     made = aws.client("sagemaker").describe_model(ModelName="oss")
     assert made["PrimaryContainer"]["Environment"]["HF_TOKEN"] == token
@@ -267,9 +330,11 @@ def test_autoscaling_comes_and_goes_with_the_endpoint(aws: Account) -> None:
 def test_an_endpoint_that_answered_before_is_not_rolled_back(aws: Account) -> None:
     scaled = (*UP, "--autoscale", "1:4")
     assert aws(*scaled) == 0
-    aws.behaviour.rules["RegisterScalableTarget"] = [Refusal("AccessDeniedException")]
-    assert aws(*scaled) == 2
-    assert aws.left() == ALL
+    for status in ("InService", "SystemUpdating"):
+        aws.behaviour.rules["DescribeEndpoint"] = [status_is(status)]
+        aws.behaviour.rules["RegisterScalableTarget"] = [Refusal("AccessDeniedException")]
+        assert aws(*scaled) == 2
+        assert aws.left() == ALL
 
 
 def test_several_regions_have_endpoints_of_their_own(aws: Account) -> None:
@@ -284,6 +349,15 @@ def test_several_regions_have_endpoints_of_their_own(aws: Account) -> None:
     assert (aws.left("us-east-1"), aws.left("eu-west-1")) == (ALL, NOTHING)
 
 
+def test_a_region_that_fails_keeps_no_other_running(aws: Account) -> None:
+    assert aws(*UP) == 0
+    aws.behaviour.rules["DescribeEndpoint"] = [Refusal("AccessDeniedException", "not authorized")]
+    assert aws.verb("down", "oss", "--region", "eu-west-1,us-east-1", "--json") == 2
+    assert aws.json["deleted"] == {"us-east-1": ["endpoint", "endpoint_config", "model"]}
+    assert "eu-west-1: AWS refuses DescribeEndpoint" in aws.err
+    assert aws.left() == NOTHING
+
+
 def test_a_dry_run_asks_and_changes_nothing(aws: Account) -> None:
     assert aws(*UP, "--dry-run") == 0
     assert aws.err.count("would create") == 3
@@ -291,6 +365,9 @@ def test_a_dry_run_asks_and_changes_nothing(aws: Account) -> None:
     assert aws(*UP) == 0
     assert aws(*UP, "--dry-run") == 0
     assert aws.err.count("would keep") == 3
+    aws.behaviour.rules["DescribeEndpoint"] = [status_is("Failed")]
+    assert aws(*UP, "--dry-run") == 0
+    assert "would replace (it is Failed) endpoint oss" in aws.err
     assert aws.verb("down", "oss", "--dry-run") == 0
     assert aws.err.count("would delete") == 3
     assert aws.left() == ALL
@@ -306,6 +383,9 @@ def test_a_head_of_this_machine_is_exported_checked_and_uploaded_once(
     assert aws.verb("up", *words) == 2
     assert "give --bucket" in aws.err
     up = ("up", *words, "--bucket", "b-{region}")
+    assert aws.verb(*up, "--dry-run") == 0, aws.err
+    assert aws.err.count("would upload") == 2
+    assert "Contents" not in s3.list_objects_v2(Bucket="b-us-east-1")
     assert aws.verb(*up) == 0, aws.err
     made = aws.client("sagemaker").describe_model(ModelName="tiny")["PrimaryContainer"]
     uri = made["ModelDataSource"]["S3DataSource"]["S3Uri"]
@@ -346,11 +426,37 @@ def test_files_of_a_failed_up_are_removed_too(
     assert "create the bucket" in aws.err
 
 
+def test_killed_in_an_upload_up_goes_on_and_down_leaves_no_part(aws: Account, model: str) -> None:
+    s3 = aws.client("s3")
+    s3.create_bucket(Bucket="heads")
+    words = ("up", model, "--name", "tiny", "--role", ROLE, "--bucket", "heads")
+    assert aws.verb("plan", *words[1:], "--json") == 0
+    prefix = aws.json["s3_uri"].removeprefix("s3://heads/")
+    gate = Gate()
+    aws.behaviour.rules[f"/heads/{prefix}target/model.safetensors"] = [gate]
+    process = aws.start("deploy", "sagemaker", *words)
+    assert gate.reached.wait(60)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert s3.list_objects_v2(Bucket="heads")["Contents"]
+    # A large file is sent in parts.
+    s3.create_multipart_upload(Bucket="heads", Key=f"{prefix}target/large.safetensors")
+    assert aws.verb(*words) == 0
+    assert "model.safetensors" not in aws.err, "what is there is not sent again"
+    assert aws.verb("down", "tiny", "--delete-files") == 0
+    assert "Contents" not in s3.list_objects_v2(Bucket="heads")
+    assert "Uploads" not in s3.list_multipart_uploads(Bucket="heads")
+
+
 def test_the_policy_allows_every_request_that_is_made(
     aws: Account, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     aws.client("s3").create_bucket(Bucket="heads")
+    make_endpoints(aws, "others", ours=False)
+    make_endpoints(aws, "colleagues")
+    backend().endpoints["colleagues"].last_modified_time = datetime.now(UTC)
     aws.behaviour.calls.clear()
+    aws.behaviour.bodies.clear()
     words = (model, "--name", "tiny", "--role", ROLE, "--bucket", "heads", "--autoscale", "1:2")
     for verb in (
         ("up", *words, "--max-hours", "1"),
@@ -363,15 +469,37 @@ def test_the_policy_allows_every_request_that_is_made(
     ):
         assert aws.verb(*verb) == 0, aws.err
     assert aws.verb("plan", *words, "--json") == 0
-    allowed = {a for s in aws.json["caller_policy"]["Statement"] for a in s["Action"]}
+    statements = aws.json["caller_policy"]["Statement"]
     services = {"monitoring": "cloudwatch"}  # as requests and as policies call them
     asked = {
-        f"{services.get(service, service)}:{operation}"
-        for service, operation in (call.split(":", 1) for call in aws.behaviour.calls)
+        (f"{services.get(service, service)}:{operation}", resource_of(service, body))
+        for (service, operation), body in zip(
+            (call.split(":", 1) for call in aws.behaviour.calls), aws.behaviour.bodies, strict=True
+        )
         if service != "s3"  # its requests are paths
     }
-    assert len(asked) > 15
-    assert asked <= allowed
+    assert len({action for action, _ in asked}) > 15
+    assert ("sagemaker:ListTags", f"{ARN}:endpoint/others") in asked
+    for action, resource in asked:
+        assert any(
+            action in statement["Action"]
+            and any(fnmatchcase(resource, pattern) for pattern in statement["Resource"])
+            for statement in statements
+        ), (action, resource)
+
+
+def resource_of(service: str, body: bytes) -> str:
+    """The ARN of what a request is about; `*` where it is about none."""
+    asked = json.loads(body) if service == "sagemaker" and body.startswith(b"{") else {}
+    if "ResourceArn" in asked:
+        return str(asked["ResourceArn"])
+    kinds = {"EndpointName": "endpoint", "EndpointConfigName": "endpoint-config"}
+    for key, kind in (kinds | {"ModelName": "model"}).items():
+        if key in asked:
+            return f"{ARN}:{kind}/{asked[key].lower()}"
+    if service == "logs":
+        return f"arn:aws:logs:{REGION}:123456789012:log-group:/aws/sagemaker/Endpoints/tiny:x"
+    return f"{ARN}:endpoint/tiny" if "messages" in asked else "*"
 
 
 def test_an_interruption_says_what_may_be_running(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -20,13 +20,14 @@ from peagle.cli.flags import Json, System, expand_flags
 from peagle.cli.flags.deploy import DeployFlags
 from peagle.cli.flags.drafter import DrafterFlags
 from peagle.cli.flags.vllm import VllmFlags
-from peagle.errors import ConfigError, DeployError
+from peagle.errors import ConfigError, DeployError, PeagleError
 
 if TYPE_CHECKING:
     from peagle.deploy.endpoints import EndpointStatus
     from peagle.deploy.invoke import EndpointRuntime
     from peagle.deploy.plan import DeployPlan
 
+_Done = TypeVar("_Done")
 STATUS_COLUMNS = (
     *("endpoint", "region", "status", "serves", "instances"),
     *("hours", "$/hour", "$ so far", "end (UTC)"),
@@ -125,14 +126,14 @@ def up_command(
     for planned in plans:
         aws = Aws(planned.region)
         if dry_run:
-            _show_missing(planned, set(endpoints.check_same_plan(aws, planned)))
+            _show_missing(planned, endpoints.check_same_plan(aws, planned))
             continue
         try:
             endpoints.up(aws, planned, render.note)
         except KeyboardInterrupt:
             render.note(
                 f"interrupted: {planned.name} in {planned.region} may be starting and cost money; "
-                f"run `up` again to go on, or `peagle deploy sagemaker down {planned.name}`"
+                f"run `up` again to go on, or `{_down(planned)}`"
             )
             raise
         _note_in_service(planned)
@@ -188,6 +189,7 @@ def invoke_command(
     as_json: Json = False,
 ) -> None:
     """Ask an endpoint."""
+    from peagle.deploy.aws import hint_of
     from peagle.deploy.invoke import EndpointRuntime
     from peagle.http import ServerError
 
@@ -206,7 +208,9 @@ def invoke_command(
             return
         document = json.loads(runtime.post(CHAT, body))
     except ServerError as error:
-        hint = f"see `peagle deploy sagemaker status {name}` and `logs {name}`"
+        code = re.search(r"HTTP \d+: (\w+)", str(error))
+        hint = hint_of(code[1]) if code else None
+        hint = hint or f"see `peagle deploy sagemaker status {name}` and `logs {name}`"
         raise DeployError(f"{name} in {place}: {error}", hint=hint) from None
     if as_json:
         render.print_json(document)
@@ -218,16 +222,21 @@ def invoke_command(
 def logs_command(
     name: Name,
     region: Region = None,
-    lines: Annotated[int, typer.Option(help="How many, the newest.", min=1)] = 100,
+    lines: Annotated[int, typer.Option(help="How many, the newest.", min=1, max=10_000)] = 100,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on with those that come, until it is deleted.")
+    ] = False,
 ) -> None:
     """Print the container's last log lines."""
     from peagle.deploy import endpoints
     from peagle.deploy.aws import Aws
 
     (place,) = _one(region)
-    found = endpoints.log_lines(Aws(place), name, lines)
-    render.write("".join(f"{line}\n" for line in found))
-    if not found:
+    read, num_shown = endpoints.follow_log if follow else endpoints.log_lines, 0
+    for line in read(Aws(place), name, lines):
+        render.write(f"{line}\n")
+        num_shown += 1
+    if not num_shown:
         render.note(f"no log of {name} in {place}: no container has started yet")
 
 
@@ -249,9 +258,8 @@ def down_command(
     from peagle.deploy import endpoints
     from peagle.deploy.aws import Aws, find_regions
 
-    deleted = {}
-    for place in find_regions(region):
-        deleted[place] = endpoints.down(
+    def down(place: str) -> list[str]:
+        deleted = endpoints.down(
             Aws(place),
             name,
             render.note,
@@ -259,10 +267,14 @@ def down_command(
             bucket=bucket,
             dry_run=dry_run,
         )
-        if not deleted[place]:
+        if not deleted:
             render.note(f"{place}: there is nothing of {name}")
+        return deleted
+
+    deleted, failures = _in_each(find_regions(region), down)
     if as_json:
         render.print_json({"name": name, "deleted": deleted, "dry_run": dry_run})
+    _raise_first(failures)
 
 
 @sagemaker.command("reap")
@@ -291,27 +303,54 @@ def reap_command(
         template = reaper_template(window, parse_duration("--every", every))
         render.write(json.dumps(template, indent=2) + "\n")
         return
-    found = [_reaped(place, window, dry_run) for place in find_regions(region)]
-    reaped = [one for ones in found for one in ones]
-    if not reaped:
+    reaped: list[dict[str, Any]] = []
+    _, failures = _in_each(
+        find_regions(region), lambda place: _reap(place, window, dry_run, reaped)
+    )
+    if not reaped and not failures:
         render.note("no endpoint of peagle is idle or past its end")
     if as_json:
         render.print_json({"endpoints": reaped, "dry_run": dry_run})
+    _raise_first(failures)
 
 
-def _reaped(region: str, idle: timedelta, dry_run: bool) -> list[dict[str, Any]]:
+def _reap(region: str, idle: timedelta, dry_run: bool, reaped: list[dict[str, Any]]) -> None:
+    """Adds what is due to `reaped`; raises the first refusal when all have been looked at."""
     from peagle.deploy.aws import Aws, aws_errors
     from peagle.deploy.reaper import reap
 
-    aws, reaped = Aws(region), []
+    aws, refused = Aws(region), None
     clients = (aws.sagemaker, aws.cloudwatch, aws.autoscaling)
     with aws_errors():
         for one in reap(*clients, idle=idle, now=datetime.now(UTC), dry_run=dry_run):
             done = "would delete" if dry_run else "deleted"
-            done = done if one.deleted else "cannot delete yet"
+            done = done if one.deleted else "cannot delete" if one.error else "cannot delete yet"
             render.note(f"{region}: {done} {one.name}: {one.why}")
-            reaped.append({"region": region, **asdict(one)})
-    return reaped
+            found = {"name": one.name, "why": one.why, "deleted": one.deleted}
+            reaped.append({"region": region, **found})
+            refused = refused or one.error
+        if refused is not None:
+            raise refused
+
+
+def _in_each(
+    regions: list[str], do: Callable[[str], _Done]
+) -> tuple[dict[str, _Done], list[PeagleError]]:
+    """One region's failure must not leave the others' endpoints running."""
+    done, failures = {}, []
+    for region in regions:
+        try:
+            done[region] = do(region)
+        except PeagleError as error:
+            failures.append(error)
+            if len(regions) > 1:
+                render.note(f"{region}: {error.message}")
+    return done, failures
+
+
+def _raise_first(failures: list[PeagleError]) -> None:
+    if failures:
+        raise failures[0]
 
 
 def parse_duration(flag: str, text: str) -> timedelta:
@@ -450,17 +489,34 @@ def _note_uploads(plan: DeployPlan) -> None:
         render.note(f"# first: aws s3 sync {upload.folder} {plan.s3_uri}{upload.part}/")
 
 
-def _show_missing(plan: DeployPlan, there: set[str]) -> None:
+def _show_missing(plan: DeployPlan, there: dict[str, str]) -> None:
+    for upload in plan.uploads:
+        where = f"{plan.s3_uri}{upload.part}/"
+        render.note(
+            f"{plan.region}: would upload {upload.folder} to {where}, what is missing there"
+        )
     for kind in plan.requests():
         done = "keep" if kind in there else "create"
+        if there.get(kind) in ("Deleting", "Failed"):
+            done = f"replace (it is {there[kind]})"
         render.note(f"{plan.region}: would {done} {kind.replace('_', ' ')} {plan.name}")
+
+
+def _down(plan: DeployPlan) -> str:
+    """The command that removes all that there may be."""
+    command = f"peagle deploy sagemaker down {plan.name} --region {plan.region}"
+    if plan.s3_uri is None:
+        return command
+    bucket = plan.s3_uri.removeprefix("s3://").partition("/")[0]
+    return f"{command} --delete-files --bucket {bucket}"
 
 
 def _note_in_service(plan: DeployPlan) -> None:
     render.note(f"in service: {plan.name} in {plan.region}")
     price = "" if plan.price_per_hour is None else f" ${plan.price_per_hour:.2f} per hour"
     until = f"{plan.end}, if `reap` is run" if plan.end else "it is deleted"
-    render.note(f"it costs money{price} until {until}: peagle deploy sagemaker down {plan.name}")
+    down = f"peagle deploy sagemaker down {plan.name} --region {plan.region}"
+    render.note(f"it costs money{price} until {until}: {down}")
 
 
 def _status_row(one: EndpointStatus) -> list[str]:

@@ -18,24 +18,31 @@ RETRIES = {"mode": "standard", "total_max_attempts": 8}  # throttled requests ar
 SECRETS = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 LOGIN = "run `aws configure` or `aws sso login`, or set AWS_PROFILE"
 ALLOW = "`peagle deploy sagemaker plan` prints the IAM policy that it takes"
+QUOTA = "ask for more in Service Quotas, or use another --instance-type or region"
+NETWORK = "check --region and the network, then run it again"
 HINTS = {  # by a part of the error's code
     "Credentials": LOGIN,
     "ProfileNotFound": "see `aws configure list-profiles`, and AWS_PROFILE",
     "Token": LOGIN,
     "SSO": LOGIN,
-    "UnrecognizedClient": LOGIN,
+    "UnrecognizedClient": f"{LOGIN}; the region may not be enabled for the account",
     "Signature": LOGIN,
+    "AccessKey": LOGIN,
     "AccessDenied": ALLOW,
     "UnauthorizedOperation": ALLOW,
-    "LimitExceeded": "ask for more in Service Quotas, or use another --instance-type or region",
-    "InsufficientCapacity": "try another --instance-type or region",
+    "LimitExceeded": QUOTA,
+    "QuotaExceeded": QUOTA,
+    "Insufficient": "try another --instance-type or region, or the same later",
     "Throttling": "AWS asks for fewer requests: wait a minute, then run it again",
     "NoSuchBucket": "create the bucket in the endpoint's region, or name another by --bucket",
-    "EndpointConnection": "check --region and the network",
-    "ConnectTimeout": "check --region and the network",
+    "Connection": NETWORK,
+    "Timeout": NETWORK,
+    "SSL": NETWORK,
 }
 LONGEST = 300  # characters of a message: some list everything that would have been right
 INSTANCE_HINT = "the region may not have that --instance-type: try another of either"
+ROLE_HINT = "--role must be a role that trusts sagemaker.amazonaws.com"
+OTHER_HINT = "`peagle deploy sagemaker plan --json` shows what is sent"
 
 
 class Aws:
@@ -141,12 +148,22 @@ def aws_errors() -> Iterator[None]:
 
 
 def _as_ours(code: str, message: str, operation: str | None) -> DeployError:
-    hint = next((hint for part, hint in HINTS.items() if part in code), None)
-    if hint is None and "instance" in message.lower() and "type" in message.lower():
-        hint = INSTANCE_HINT
     asked = f"AWS refuses {operation}" if operation else "AWS"
     said = textwrap.shorten(without_secrets(message), LONGEST, placeholder=" ...")
+    hint = hint_of(code) or _hint_of_message(message.lower())
     return DeployError(f"{asked}: {code}: {said}", hint=hint)
+
+
+def hint_of(code: str) -> str | None:
+    """What to do about an error's code, which may stand in a longer text."""
+    return next((hint for part, hint in HINTS.items() if part in code), None)
+
+
+def _hint_of_message(message: str) -> str:
+    """SageMaker says ValidationException for much that has no code of its own."""
+    if "assume role" in message:
+        return ROLE_HINT
+    return INSTANCE_HINT if "instance" in message and "type" in message else OTHER_HINT
 
 
 def without_secrets(text: str) -> str:

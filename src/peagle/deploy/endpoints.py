@@ -7,6 +7,7 @@ say whose they are. So a command that was interrupted anywhere can be run again,
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from peagle.deploy import reaper
-from peagle.deploy.aws import Aws, aws_errors, without_secrets
+from peagle.deploy.aws import Aws, aws_errors, hint_of, without_secrets
 from peagle.deploy.plan import DOLLARS_TAG, DRAFTING_TAG, HIDDEN, MODEL_TAG, DeployPlan
 from peagle.deploy.reaper import (
     BUSY,
@@ -32,6 +33,7 @@ POLL_SECONDS = 10.0
 TELL_SECONDS = 60.0  # between two notes of the same status
 LOG_LINES = 20  # of a container that failed
 LOG_STREAMS = 10  # the newest that are read: one per instance and start
+NEVER_ANSWERED = ("Creating", "Deleting", "Failed")
 Note = Callable[[str], None]
 
 
@@ -49,13 +51,14 @@ def up(aws: Aws, plan: DeployPlan, note: Note) -> None:
             for kind, request in plan.requests().items():
                 if kind not in there:
                     note(f"{plan.region}: creating {kind.replace('_', ' ')} {plan.name}")
-                    getattr(aws.sagemaker, f"create_{kind}")(**_with(request, secrets))
+                    _create(aws, plan, kind, _with(request, secrets))
             if "endpoint" in there:
                 _renew_end(aws, plan)
         _wait_until_in_service(aws, plan.name, note)
         _scale(aws, plan)
     except PeagleError:
-        if there.get("endpoint") != "InService":  # one that answered before goes on
+        # One that answered before goes on.
+        if there.get("endpoint", "Creating") in NEVER_ANSWERED:
             _roll_back(aws, plan, note, files=not has_files)
         raise
 
@@ -78,6 +81,16 @@ def _with(request: dict[str, Any], secrets: dict[str, str]) -> dict[str, Any]:
     variables = container["Environment"]
     assert all(variables[name] == HIDDEN for name in secrets)
     return {**request, "PrimaryContainer": {**container, "Environment": variables | secrets}}
+
+
+def _create(aws: Aws, plan: DeployPlan, kind: str, request: dict[str, Any]) -> None:
+    """boto3 sends a request again whose answer was lost; then it may be there, and be ours."""
+    try:
+        getattr(aws.sagemaker, f"create_{kind}")(**request)
+    except aws.sagemaker.exceptions.ClientError as error:
+        already = "already exist" in str(error.response.get("Error", {}).get("Message", ""))
+        if not already or kind not in check_same_plan(aws, plan):
+            raise
 
 
 def check_same_plan(aws: Aws, plan: DeployPlan) -> dict[str, str]:
@@ -142,9 +155,16 @@ def _wait_until_in_service(aws: Aws, name: str, note: Note) -> None:
                 reason = without_secrets(endpoint.get("FailureReason", "no reason is given"))
                 raise DeployError(
                     f"the endpoint {name} is {status}: {reason}",
-                    hint="the container's last log lines, if any, stand above",
+                    hint=_hint_of_failure(reason),
                 )
     raise DeployError(f"the endpoint {name} is gone", hint="somebody deleted it; run up again")
+
+
+def _hint_of_failure(reason: str) -> str:
+    """A lack of instances has its code in the text; anything else the container says itself."""
+    lack = re.search(r"\bInsufficient\w+|\w+Exceeded\b", reason)
+    hint = hint_of(lack[0]) if lack else None
+    return hint or "the container's last log lines, if any, stand above"
 
 
 def _wait_until_gone(aws: Aws, name: str, note: Note) -> None:
@@ -181,15 +201,23 @@ def _scale(aws: Aws, plan: DeployPlan) -> None:
 
 def _roll_back(aws: Aws, plan: DeployPlan, note: Note, *, files: bool) -> None:
     """Best effort: the first error is the one to tell, and `down` does it again."""
+    _show_log(aws, plan.name, note)
     try:
-        for line in log_lines(aws, plan.name, LOG_LINES):
-            note(f"  {line}")
-        down(aws, plan.name, note)
+        down(aws, plan.name, note, only_plan=plan.digest)
         if files and plan.s3_uri is not None:
             _delete_files(aws, plan.s3_uri, note)
     except PeagleError as error:
         note(f"could not remove what was made: {error.message}")
         note(f"run `peagle deploy sagemaker down {plan.name} --region {plan.region}`")
+
+
+def _show_log(aws: Aws, name: str, note: Note) -> None:
+    """Whoever may not read logs is told the failure itself all the same."""
+    try:
+        for line in log_lines(aws, name, LOG_LINES):
+            note(f"  {line}")
+    except PeagleError as error:
+        note(f"the container's log cannot be shown: {error.message}")
 
 
 def down(
@@ -200,9 +228,12 @@ def down(
     delete_files: bool = False,
     bucket: str | None = None,
     dry_run: bool = False,
+    only_plan: str | None = None,
 ) -> list[str]:
-    """Deletes what there is of a deployment; names the kinds."""
+    """Deletes what there is of a deployment, or of one plan of it; names the kinds."""
     found = find(aws, name)
+    if only_plan is not None:
+        found = {kind: one for kind, one in found.items() if one["Tags"][PLAN_TAG] == only_plan}
     tags = {key: value for one in found.values() for key, value in one["Tags"].items()}
     if found and not dry_run:
         _delete(aws, name, found, note)
@@ -265,21 +296,22 @@ def status(
     """Of one endpoint, or of all that are ours. The price of an instance stands in its tags."""
     with aws_errors():
         if name is None:
-            names = [one["EndpointName"] for one in tagged_endpoints(aws.sagemaker)]
+            listed = tagged_endpoints(aws.sagemaker)
+            ours = {one["EndpointName"]: one["Tags"] for one in listed}
         else:
-            names = [name]
-        found = [_status(aws, one, now, dollars_per_hour) for one in names]
+            endpoint = find(aws, name).get("endpoint")
+            ours = {} if endpoint is None else {name: endpoint["Tags"]}
+        found = [_status(aws, one, tags, now, dollars_per_hour) for one, tags in ours.items()]
     return [one for one in found if one is not None]
 
 
 def _status(
-    aws: Aws, name: str, now: datetime, dollars_per_hour: float | None
+    aws: Aws, name: str, tags: dict[str, str], now: datetime, dollars_per_hour: float | None
 ) -> EndpointStatus | None:
-    found = find(aws, name)
-    endpoint, config = found.get("endpoint"), found.get("endpoint_config")
+    endpoint = describe(aws.sagemaker, "endpoint", name)
     if endpoint is None:
-        return None
-    tags = endpoint["Tags"]
+        return None  # deleted meanwhile
+    config = describe(aws.sagemaker, "endpoint_config", endpoint["EndpointConfigName"])
     variants = config["ProductionVariants"] if config else [{}]
     running = (endpoint.get("ProductionVariants") or [{}])[0].get("CurrentInstanceCount")
     count = variants[0].get("InitialInstanceCount", 0) if running is None else running
@@ -296,29 +328,71 @@ def _status(
         hours=max((now - endpoint["CreationTime"]).total_seconds(), 0.0) / 3600,
         dollars_per_hour=None if price is None else price * count,
         end=tags.get(END_TAG),
-        failure=endpoint.get("FailureReason"),
+        failure=without_secrets(endpoint.get("FailureReason") or "") or None,
     )
 
 
 def log_lines(aws: Aws, name: str, num_lines: int) -> list[str]:
     """The container's last lines, over all its instances."""
-    group = log_group(name)
-    with aws_errors():
+    return _ContainerLog(aws, name, num_lines).new_lines()
+
+
+def follow_log(aws: Aws, name: str, num_lines: int) -> Iterator[str]:
+    """The last lines, then those that come, as long as there is an endpoint."""
+    log = _ContainerLog(aws, name, num_lines)
+    while True:
+        with aws_errors():
+            there = describe(aws.sagemaker, "endpoint", name) is not None
+        yield from log.new_lines()
+        if not there:
+            return
+        time.sleep(POLL_SECONDS)
+
+
+class _ContainerLog:
+    """The log of an endpoint, read on from where it was read before."""
+
+    def __init__(self, aws: Aws, name: str, num_lines: int) -> None:
+        self._logs, self._group, self._num_lines = aws.logs, log_group(name), num_lines
+        self._tokens: dict[str, str] | None = None  # by stream, where to read on; None: never read
+
+    def new_lines(self) -> list[str]:
+        with aws_errors():
+            first, tokens = self._tokens is None, self._tokens or {}
+            events = []
+            for stream in self._streams():
+                found, tokens[stream] = self._read(stream, tokens.get(stream), from_end=first)
+                events += found
+        self._tokens = tokens
+        events.sort(key=lambda event: event["timestamp"])
+        shown = events[-self._num_lines :] if first else events
+        return [without_secrets(event["message"].rstrip()) for event in shown]
+
+    def _streams(self) -> list[str]:
         try:
-            streams = aws.logs.describe_log_streams(
-                logGroupName=group, orderBy="LastEventTime", descending=True, limit=LOG_STREAMS
-            )["logStreams"]
-        except aws.logs.exceptions.ResourceNotFoundException:
+            found = self._logs.describe_log_streams(
+                logGroupName=self._group,
+                orderBy="LastEventTime",
+                descending=True,
+                limit=LOG_STREAMS,
+            )
+        except self._logs.exceptions.ResourceNotFoundException:
             return []  # no container has started yet
-        events = [
-            event
-            for stream in streams
-            for event in aws.logs.get_log_events(
-                logGroupName=group,
-                logStreamName=stream["logStreamName"],
-                limit=num_lines,
-                startFromHead=False,
-            )["events"]
-        ]
-    events.sort(key=lambda event: event["timestamp"])
-    return [without_secrets(event["message"].rstrip()) for event in events[-num_lines:]]
+        return [stream["logStreamName"] for stream in found["logStreams"]]
+
+    def _read(
+        self, stream: str, token: str | None, *, from_end: bool
+    ) -> tuple[list[dict[str, Any]], str]:
+        """The last events, or all since `token` -> those, and the next token."""
+        where = {"logGroupName": self._group, "logStreamName": stream}
+        if from_end:
+            page = self._logs.get_log_events(**where, limit=self._num_lines, startFromHead=False)
+            return page["events"], page["nextForwardToken"]
+        events: list[dict[str, Any]] = []
+        while True:
+            more = {} if token is None else {"nextToken": token}
+            page = self._logs.get_log_events(**where, **more, startFromHead=True)
+            events += page["events"]
+            before, token = token, str(page["nextForwardToken"])
+            if token == before:  # the end of what there is
+                return events, token

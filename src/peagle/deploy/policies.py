@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from peagle.deploy.reaper import SERVICE_NAMESPACE, log_group
+from peagle.deploy.reaper import PLAN_TAG, SERVICE_NAMESPACE, log_group
 
 Statement = dict[str, Any]
 
@@ -19,21 +19,27 @@ def partition(region: str) -> str:
 def caller_policy(
     name: str, region: str, *, role: str | None, s3_uri: str | None, scaled: bool
 ) -> dict[str, Any]:
-    """For whoever runs `peagle deploy sagemaker`: the endpoint `name` and nothing beside it."""
+    """For whoever runs `peagle deploy sagemaker`: all of the endpoint `name`, and of others what
+    `status` and `reap` read: which there are, whose they are, how they are."""
     arn = f"arn:{partition(region)}"
     here = f"{region}:*"
     own = [f"{arn}:sagemaker:{here}:{kind}/{name.lower()}" for kind in ("model", "endpoint-config")]
     endpoint = f"{arn}:sagemaker:{here}:endpoint/{name.lower()}"
     verbs = [f"{verb}{kind}" for kind in ("Model", "EndpointConfig", "Endpoint")
-             for verb in ("Create", "Describe", "Delete")]  # fmt: skip
+             for verb in ("Create", "Delete")]  # fmt: skip
     invoked = ["InvokeEndpoint", "InvokeEndpointWithResponseStream"]
-    group = f"{arn}:logs:{here}:log-group:{log_group(name)}:*"
+    seen = ["DescribeModel", "DescribeEndpointConfig", "DescribeEndpoint", "ListTags"]
+    others = [
+        f"{arn}:sagemaker:{here}:{kind}/*" for kind in ("model", "endpoint-config", "endpoint")
+    ]
+    group = f"{arn}:logs:{here}:log-group:{log_group(name)}"
     statements = [
-        _allow("sagemaker", [*verbs, "AddTags", "ListTags"], [*own, endpoint]),
+        _allow("sagemaker", [*verbs, "AddTags"], [*own, endpoint]),
+        _allow("sagemaker", seen, others),
         _allow("sagemaker", invoked, [endpoint]),
         _allow("sagemaker", ["ListEndpoints"], ["*"]),
         _allow("cloudwatch", ["GetMetricStatistics"], ["*"]),
-        _allow("logs", ["DescribeLogStreams", "GetLogEvents"], [group]),
+        _allow("logs", ["DescribeLogStreams", "GetLogEvents"], [group, f"{group}:*"]),
         _allow("iam", ["PassRole"], [role or f"{arn}:iam::*:role/ROLE"])
         | {"Condition": {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}}},
     ]
@@ -41,7 +47,9 @@ def caller_policy(
         verbs = ["PutObject", "DeleteObject", "AbortMultipartUpload"]
         statements += [
             _allow("s3", verbs, [f"{_s3_arn(s3_uri, region)}*"]),
-            _allow("s3", ["ListBucket"], [_bucket_arn(s3_uri, region)]),
+            _allow(
+                "s3", ["ListBucket", "ListBucketMultipartUploads"], [_bucket_arn(s3_uri, region)]
+            ),
         ]
     if scaled:
         verbs = ["RegisterScalableTarget", "DeregisterScalableTarget", "PutScalingPolicy"]
@@ -49,6 +57,7 @@ def caller_policy(
         alarms = ["PutMetricAlarm", "DeleteAlarms", "DescribeAlarms"]
         statements += [
             _allow("application-autoscaling", verbs, ["*"]),
+            _allow("sagemaker", ["UpdateEndpointWeightsAndCapacities"], [endpoint]),
             _allow("cloudwatch", alarms, ["*"]),
             _allow("iam", ["CreateServiceLinkedRole"], [linked]),
         ]
@@ -76,14 +85,17 @@ def role_policy(name: str, region: str, *, image: str, s3_uri: str | None) -> di
     return _policy(statements)
 
 
-def reaper_policy(region: str = "*") -> dict[str, Any]:
-    """For the Lambda function that reaps; it looks at tags before it deletes."""
-    every = "arn:*:sagemaker:" + region
+def reaper_policy() -> dict[str, Any]:
+    """For the Lambda function that reaps, in a template: IAM, too, lets it delete ours alone."""
+    here = "arn:${AWS::Partition}:sagemaker:${AWS::Region}:${AWS::AccountId}:*"
+    every = [{"Fn::Sub": here}]
     kinds = ("Model", "EndpointConfig", "Endpoint")
-    verbs = [f"{verb}{kind}" for kind in kinds for verb in ("Describe", "Delete")]
+    seen, deleted = ([f"{verb}{kind}" for kind in kinds] for verb in ("Describe", "Delete"))
+    ours = {"Null": {f"aws:ResourceTag/{PLAN_TAG}": "false"}}
     return _policy(
         [
-            _allow("sagemaker", [*verbs, "ListTags"], [f"{every}:*:*"]),
+            _allow("sagemaker", [*seen, "ListTags"], every),
+            _allow("sagemaker", deleted, every) | {"Condition": ours},
             _allow("sagemaker", ["ListEndpoints"], ["*"]),
             _allow("cloudwatch", ["GetMetricStatistics"], ["*"]),
             _allow("application-autoscaling", ["DeregisterScalableTarget"], ["*"]),
@@ -92,9 +104,9 @@ def reaper_policy(region: str = "*") -> dict[str, Any]:
     )
 
 
-def _allow(service: str, actions: Iterable[str], on: list[str]) -> Statement:
+def _allow(service: str, actions: Iterable[str], on: Sequence[Any]) -> Statement:
     named = [f"{service}:{action}" for action in actions]
-    return {"Effect": "Allow", "Action": named, "Resource": on}
+    return {"Effect": "Allow", "Action": named, "Resource": list(on)}
 
 
 def _policy(statements: list[Statement]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ class Reaped:
     name: str
     why: str
     deleted: bool
+    error: Any = None  # AWS' refusal; the others are looked at all the same
 
 
 def reap(
@@ -43,14 +44,17 @@ def reap(
 ) -> Iterator[Reaped]:
     """Deletes endpoints of ours that are past their end, or idle for so long."""
     for endpoint in tagged_endpoints(sagemaker):
-        why = why_due(cloudwatch, endpoint, idle, now)
-        if why is None:
-            continue
-        name = endpoint["EndpointName"]
-        can = endpoint["EndpointStatus"] not in (*BUSY, "Deleting")
-        if can and not dry_run:
-            delete(sagemaker, autoscaling, name, find(sagemaker, name))
-        yield Reaped(name, why, can)
+        name, why = endpoint["EndpointName"], None
+        try:
+            why = why_due(cloudwatch, endpoint, idle, now)
+            if why is None:
+                continue
+            can = endpoint["EndpointStatus"] not in (*BUSY, "Deleting")
+            if can and not dry_run:
+                delete(sagemaker, autoscaling, name, find(sagemaker, name))
+            yield Reaped(name, why, can)
+        except sagemaker.exceptions.ClientError as error:
+            yield Reaped(name, why or "it is not known whether it is idle", False, error)
 
 
 def tagged_endpoints(sagemaker: Any) -> Iterator[dict[str, Any]]:
@@ -80,13 +84,22 @@ def why_due(
 ) -> str | None:
     """None: it stays."""
     end = endpoint["Tags"].get(END_TAG)
-    if end is not None and datetime.fromisoformat(end) <= now:
+    if end is not None and is_past(end, now):
         return f"its end was {end}"
     if endpoint["LastModifiedTime"] > now - idle:  # it has not had the time to be idle
         return None
     if invocations(cloudwatch, endpoint["EndpointName"], idle, now):
         return None
     return f"no invocations for {idle}"
+
+
+def is_past(end: str, now: datetime) -> bool:
+    """Of a tag that people edit, too: without a zone it is UTC, and what is no time is no end."""
+    try:
+        moment = datetime.fromisoformat(end)
+    except ValueError:
+        return False
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)) <= now
 
 
 def invocations(cloudwatch: Any, name: str, window: timedelta, now: datetime) -> float:
@@ -158,7 +171,8 @@ def describe(sagemaker: Any, kind: str, name: str) -> dict[str, Any] | None:
 def is_missing(error: Any) -> bool:
     """SageMaker says ValidationException for a wrong request and for a missing resource alike."""
     said = error.response.get("Error", {})
-    return "could not find" in str(said.get("Message", "")).lower()
+    missing = "could not find" in str(said.get("Message", "")).lower()
+    return missing or said.get("Code") == "ResourceNotFound"
 
 
 def camel(kind: str) -> str:
@@ -179,5 +193,8 @@ def handler(event: Any, context: Any) -> list[str]:
 
     idle = timedelta(seconds=int(os.environ["IDLE_SECONDS"]))
     clients = [boto3.client(n) for n in ("sagemaker", "cloudwatch", "application-autoscaling")]
-    found = reap(*clients, idle=idle, now=datetime.now(UTC))
+    found = list(reap(*clients, idle=idle, now=datetime.now(UTC)))
+    refused = next((one.error for one in found if one.error is not None), None)
+    if refused is not None:
+        raise refused  # after all that could be done: Lambda counts and shows it
     return [f"{one.name}: {one.why}" for one in found if one.deleted]

@@ -98,9 +98,14 @@ def objects(s3: Any, uri: str) -> dict[str, int]:
 
 
 def delete_objects(s3: Any, uri: str) -> int:
-    """Deletes all under a prefix; how many there were."""
-    bucket = uri.removeprefix("s3://").partition("/")[0]
+    """Deletes all under a prefix; how many there were. Parts of an upload that was killed are no
+    object, but are paid for."""
+    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     keys = list(objects(s3, uri))
     for key in keys:
         s3.delete_object(Bucket=bucket, Key=key)
-    return len(keys)
+    pages = s3.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
+    begun = [one for page in pages for one in page.get("Uploads", ())]
+    for one in begun:
+        s3.abort_multipart_upload(Bucket=bucket, Key=one["Key"], UploadId=one["UploadId"])
+    return len(keys) + len(begun)
