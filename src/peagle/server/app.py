@@ -267,6 +267,7 @@ async def version() -> dict[str, str]:
 @router.get("/metrics", response_class=Response)
 async def metrics(service: Served) -> Response:
     """For Prometheus."""
+    await service.llm.renew_status()
     return Response(service.metrics.page(), media_type=service.metrics.content_type)
 
 
