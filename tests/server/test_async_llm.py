@@ -15,6 +15,7 @@ from peagle.sampling_params import SamplingParams
 from peagle.server.async_llm import MAX_DIRECT_BYTES, AsyncLLM, Generation, OpenAnswers
 from peagle.server.engine_loop import Abort, AskStatus, EngineStatus, Ready, Submit
 from peagle.server.errors import ApiError
+from peagle.server.metrics import ServerMetrics
 from peagle.speculation.statistics import SpecDecodeStats
 
 STATUS = EngineStatus(3, 2, 1, 0, 0, SpecDecodeStats())
@@ -26,7 +27,8 @@ LONG = list(range(1 << 20))  # token ids, more than the connection's buffer hold
 def with_llm(work: Callable[[AsyncLLM, Connection], Any], timeout: float = 60.0) -> None:
     async def run() -> None:
         ours, theirs = multiprocessing.Pipe()
-        llm = AsyncLLM(ours, None, max_waiting=8, timeout=timeout)  # type: ignore[arg-type]
+        metrics = ServerMetrics("tiny")
+        llm = AsyncLLM(ours, None, max_waiting=8, timeout=timeout, observer=metrics)  # type: ignore[arg-type]
         llm.start()
         theirs.send(READY)
         await llm.wait_until_ready()

@@ -197,7 +197,11 @@ class Generation:
 
 
 class Observer(Protocol):
-    def tokens(self, generation: Generation, count: int, now: float) -> None: ...
+    """Hears of a report once, and of what each request got in it."""
+
+    def count(self, num_tokens: int) -> None: ...
+
+    def tokens(self, generation: Generation, now: float) -> None: ...
 
     def end(self, generation: Generation, news: RequestNews, now: float) -> None: ...
 
@@ -237,7 +241,7 @@ class AsyncLLM:
         *,
         max_waiting: int,
         timeout: float,
-        observer: Observer | None = None,
+        observer: Observer,
         answers: OpenAnswers | None = None,
     ) -> None:
         self._connection, self._decoder = connection, decoder
@@ -377,22 +381,25 @@ class AsyncLLM:
 
     def _take_report(self, report: Report) -> None:
         """Of requests that were cancelled meanwhile there may be news, too."""
-        now, observer = time.monotonic(), self._observer
+        now, observer, num_tokens = time.monotonic(), self._observer, 0
         for growth in report.growths:
             if growth[0] in self._open:
                 generation, number = self._open[growth[0]]
                 generation.grow(number, growth)
-                if observer is not None:
-                    observer.tokens(generation, len(growth[2]), now)
+                num_tokens += len(growth[2])
+                observer.tokens(generation, now)
         for news in report.news:
             if news.key in self._open:
                 generation, number = self._open[news.key]
                 generation.take(number, news)
                 if news.stats is not None:
                     self._forget(news.key)
-                if observer is not None:
-                    observer.tokens(generation, sum(len(a.token_ids) for a in news.answers), now)
-                    observer.end(generation, news, now)
+                count = sum(len(answer.token_ids) for answer in news.answers)
+                num_tokens += count
+                if count:
+                    observer.tokens(generation, now)
+                observer.end(generation, news, now)
+        observer.count(num_tokens)
         for refused in report.refused:
             if refused.key in self._open:
                 self._open[refused.key][0].fail(_refusal(refused))

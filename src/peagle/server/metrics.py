@@ -93,11 +93,11 @@ class ServerMetrics:
     def page(self) -> bytes:
         return generate_latest(self._shown)
 
-    def tokens(self, generation: Generation, count: int, now: float) -> None:
-        """So many tokens of a request came just now."""
-        if not count:
-            return
-        self.generation_tokens.inc(count)
+    def count(self, num_tokens: int) -> None:
+        self.generation_tokens.inc(num_tokens)
+
+    def tokens(self, generation: Generation, now: float) -> None:
+        """Tokens of a request came just now."""
         if generation.last_token_at is None:
             self.prompt_tokens.inc(generation.num_prompt_tokens)
             generation.first_token_at = now

@@ -227,12 +227,39 @@ def names_of(model: str, config: ServerConfig) -> list[str]:
     return [Path(model).resolve().name, model] if Path(model).is_dir() else [model]
 
 
+class HeadWithBody:
+    """A transport that sends the head of an answer together with the first piece of its body,
+    where that is there: a packet less for a client to wake up for."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop, self._head = transport, loop, b""
+
+    def write(self, data: bytes) -> None:
+        if data.startswith(b"HTTP/1.1 ") and not self._head:
+            self._head = data
+            self._loop.call_soon(self._flush)
+        else:
+            self._transport.write(self._head + data)
+            self._head = b""
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._head:
+            self.write(b"")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class HttpConnection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
     """One that sends no whole head of a request in time is closed: it costs a client nothing to
     open very many of them."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
+        super().connection_made(HeadWithBody(transport, self.loop))
         self._closing = self.loop.call_later(KEEP_ALIVE, self._close)
 
     def data_received(self, data: bytes) -> None:
