@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import uvicorn
 
 from peagle.engine.llm import LLM
-from peagle.server.app import Service, make_app
+from peagle.server.app import Service
 from peagle.server.config import ServerConfig
 from peagle.server.engine_loop import run_engine
-from peagle.server.serving import listen, make_service, uvicorn_config
+from peagle.server.serving import HttpServer, Seat, listen
 
 NAME = "tiny"
 PATIENCE = 60.0  # seconds; a loaded machine is slow
@@ -65,14 +64,15 @@ def running_server(
         made.append(make_llm())
         return made[0]
 
-    engine = threading.Thread(target=run_engine, args=(theirs, make), daemon=True)
+    engine = threading.Thread(target=run_engine, args=([theirs], make), daemon=True)
     engine.start()
     wait_for(lambda: bool(made) or not engine.is_alive())
     assert made, "the engine did not start"
     config = ServerConfig(**{"log_requests": False, **options})
-    service = make_service([NAME], made[0].model_path, config, ours)
+    service = Seat([NAME], made[0].model_path, config, api_key).service(ours)
     listener = listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn_config(make_app(service, api_key), config))
+    told, control = multiprocessing.Pipe()  # signals are the main thread's
+    server = HttpServer(service, api_key, control=control)
     http = threading.Thread(target=server.run, args=([listener],), daemon=True)
     http.start()
     url = f"http://127.0.0.1:{_port(listener)}"
@@ -80,7 +80,7 @@ def running_server(
         wait_for(lambda: service.llm.ready is not None)
         yield RunningServer(url, made[0], service, api_key)
     finally:
-        server.should_exit = True
+        told.send_bytes(b"stop")
         http.join(PATIENCE)
         engine.join(PATIENCE)
         assert not engine.is_alive()

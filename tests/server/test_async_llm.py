@@ -12,10 +12,13 @@ import pytest
 
 from peagle.engine.prompts import TokenizedPrompt
 from peagle.sampling_params import SamplingParams
-from peagle.server.async_llm import MAX_DIRECT_BYTES, AsyncLLM, Generation
-from peagle.server.engine_loop import Abort, Ready, Submit
+from peagle.server.async_llm import MAX_DIRECT_BYTES, AsyncLLM, Generation, OpenAnswers
+from peagle.server.engine_loop import Abort, AskStatus, EngineStatus, Ready, Submit
 from peagle.server.errors import ApiError
+from peagle.server.metrics import ServerMetrics
+from peagle.speculation.statistics import SpecDecodeStats
 
+STATUS = EngineStatus(3, 2, 1, 0, 0, SpecDecodeStats())
 READY = Ready(1 << 30, 100, 8, 10, 16, "none", 0)
 PARAMS = SamplingParams()
 LONG = list(range(1 << 20))  # token ids, more than the connection's buffer holds
@@ -24,7 +27,8 @@ LONG = list(range(1 << 20))  # token ids, more than the connection's buffer hold
 def with_llm(work: Callable[[AsyncLLM, Connection], Any], timeout: float = 60.0) -> None:
     async def run() -> None:
         ours, theirs = multiprocessing.Pipe()
-        llm = AsyncLLM(ours, None, max_waiting=8, timeout=timeout)  # type: ignore[arg-type]
+        metrics = ServerMetrics("tiny")
+        llm = AsyncLLM(ours, None, max_waiting=8, timeout=timeout, observer=metrics)  # type: ignore[arg-type]
         llm.start()
         theirs.send(READY)
         await llm.wait_until_ready()
@@ -80,6 +84,33 @@ def test_closing_does_not_wait_for_an_engine_that_hangs(monkeypatch: pytest.Monk
         with pytest.raises(ApiError, match="has stopped"):
             await generation.next()
         generation.close()
+
+    with_llm(work)
+
+
+def test_two_api_servers_keep_one_bound_between_them() -> None:
+    counts = [0, 0]
+    first, second = OpenAnswers(counts, 0), OpenAnswers(counts, 1)
+    assert first.add(3, 5)
+    assert not second.add(3, 5)
+    assert second.add(2, 5)
+    assert not first.add(1, 5)
+    first.remove(3)
+    assert second.add(3, 5)
+    assert (first.total, counts) == (5, [0, 5])
+
+
+def test_a_status_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peagle.server.async_llm.STATUS_SECONDS", 0.02)
+
+    async def work(llm: AsyncLLM, theirs: Connection) -> None:
+        await llm.renew_status()
+        assert isinstance(theirs.recv(), AskStatus)
+        await llm.renew_status()  # asks no second time: the first may still be answered
+        theirs.send(STATUS)
+        await llm.renew_status()
+        assert llm.status == STATUS
+        assert not theirs.poll()
 
     with_llm(work)
 

@@ -17,6 +17,7 @@ from peagle.engine.llm import LLM
 from peagle.sampling_params import SamplingParams
 from peagle.server.engine_loop import (
     Abort,
+    AskStatus,
     EngineLoop,
     Failed,
     Ready,
@@ -46,7 +47,7 @@ def one_round(loop: EngineLoop) -> None:
 
 def test_a_cancelled_request_s_blocks_are_free_before_the_next_step(llm: LLM) -> None:
     ours, theirs = multiprocessing.Pipe()
-    loop, allocator = EngineLoop(llm, theirs), llm.engine.allocator
+    loop, allocator = EngineLoop(llm, [theirs]), llm.engine.allocator
     for key in range(3):
         ours.send(Submit(key, [1, 2, 3], LONG))
     one_round(loop)
@@ -60,8 +61,8 @@ def test_a_cancelled_request_s_blocks_are_free_before_the_next_step(llm: LLM) ->
 
 def test_a_reader_that_falls_behind_gets_fewer_reports_and_every_token(llm: LLM) -> None:
     ours, theirs = multiprocessing.Pipe()
-    loop, is_busy = EngineLoop(llm, theirs), [True]
-    loop._has_room = lambda: not is_busy[0]
+    loop, is_busy = EngineLoop(llm, [theirs]), [True]
+    loop._channels[0].has_room = lambda: not is_busy[0]  # type: ignore[method-assign]
     ours.send(Submit(0, [1, 2, 3], LONG))
     for _ in range(10):
         one_round(loop)
@@ -69,12 +70,13 @@ def test_a_reader_that_falls_behind_gets_fewer_reports_and_every_token(llm: LLM)
     is_busy[0] = False
     one_round(loop)
     report: Report = ours.recv()
-    (news,) = report.news
-    (answer,) = news.answers
-    assert len(answer.tokens_per_step) >= 10
-    assert len(answer.token_ids) == sum(answer.tokens_per_step)
+    assert not report.news
+    ((key, number, token_ids, tokens_per_step),) = report.growths
+    assert (key, number) == (0, 0)
+    assert len(tokens_per_step) >= 10
+    assert len(token_ids) == sum(tokens_per_step)
     expected = llm.generate({"prompt_token_ids": [1, 2, 3]}, LONG)[0].outputs[0].token_ids
-    assert answer.token_ids == expected[: len(answer.token_ids)]
+    assert token_ids == expected[: len(token_ids)]
     ours.send(Abort(0))
     one_round(loop)
 
@@ -84,7 +86,7 @@ def test_answers_in_progress_wait_for_their_turn_but_first_tokens_and_ends_do_no
 ) -> None:
     monkeypatch.setattr("peagle.server.engine_loop.SECONDS_PER_CHUNK", 1e6)
     ours, theirs = multiprocessing.Pipe()
-    loop = EngineLoop(llm, theirs)
+    loop = EngineLoop(llm, [theirs])
     keys: list[list[int]] = []
     tokens: dict[int, list[int]] = {0: [], 1: []}
     ours.send(Submit(0, [1, 2, 3], LONG))
@@ -93,10 +95,12 @@ def test_answers_in_progress_wait_for_their_turn_but_first_tokens_and_ends_do_no
         if step == 4:
             ours.send(Submit(1, [1, 2, 3], replace(LONG, max_tokens=40)))
         while ours.poll():
-            news = ours.recv().news
-            keys.append([one.key for one in news])
-            for one in news:
-                tokens[one.key] += one.answers[0].token_ids
+            report: Report = ours.recv()
+            told = [(key, token_ids) for key, _, token_ids, _ in report.growths]
+            told += [(one.key, one.answers[0].token_ids) for one in report.news]
+            keys.append([key for key, _ in told])
+            for key, token_ids in told:
+                tokens[key] += token_ids
         if not loop._open:
             break
     assert keys == [[0], [1], [1], [0]]
@@ -104,10 +108,65 @@ def test_answers_in_progress_wait_for_their_turn_but_first_tokens_and_ends_do_no
     assert (tokens[0], tokens[1]) == (expected, expected[:40])
 
 
+def test_channels_share_the_engine_and_neither_hears_of_the_other_s_requests(llm: LLM) -> None:
+    """Keys are a channel's own. One that closes ends its requests and no others."""
+    pairs = [multiprocessing.Pipe() for _ in range(2)]
+    loop = EngineLoop(llm, [theirs for _, theirs in pairs])
+    first, second = (ours for ours, _ in pairs)
+    first.send(Submit(0, [1, 2, 3], LONG))
+    second.send(Submit(0, [4, 5], replace(LONG, max_tokens=20)))
+    one_round(loop)
+    assert len(llm.engine.scheduler.running) == 2
+    first.close()
+    one_round(loop)
+    assert len(llm.engine.scheduler.running) == 1
+    tokens: list[int] = []
+    while loop._open or second.poll():
+        one_round(loop)
+        while second.poll():
+            report: Report = second.recv()
+            tokens += [t for growth in report.growths for t in growth[2]]
+            tokens += [t for one in report.news for t in one.answers[0].token_ids]
+    expected = llm.generate({"prompt_token_ids": [4, 5]}, replace(LONG, max_tokens=20))
+    assert tokens == expected[0].outputs[0].token_ids
+    second.close()
+    assert not loop._take_commands()
+
+
+def test_a_reader_that_is_busy_with_nothing_left_to_do_gets_its_end_later(llm: LLM) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    loop, is_busy = EngineLoop(llm, [theirs]), [True]
+    loop._channels[0].has_room = lambda: not is_busy[0]  # type: ignore[method-assign]
+    ours.send(Submit(0, [1, 2, 3], replace(LONG, max_tokens=1)))
+    for _ in range(5):  # does not wait for a command
+        one_round(loop)
+    assert not loop._open
+    assert not ours.poll()
+    is_busy[0] = False
+    one_round(loop)
+    (news,) = ours.recv().news
+    assert news.answers[0].finish_reason == "length"
+
+
+def test_a_channel_that_asks_is_told_how_the_engine_is(llm: LLM) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    loop = EngineLoop(llm, [theirs])
+    ours.send(Submit(0, [1, 2, 3], LONG))
+    one_round(loop)
+    assert isinstance(ours.recv(), Report)
+    ours.send(AskStatus())
+    assert loop._take_commands()
+    status = ours.recv()
+    assert (status.num_running, status.num_waiting) == (1, 0)
+    assert status.num_free_blocks == llm.engine.allocator.num_free < llm.engine.allocator.num_blocks
+    ours.send(Abort(0))
+    one_round(loop)
+
+
 def run_in_thread(theirs: Connection, make: Any) -> threading.Thread:
     def run() -> None:
         with contextlib.suppress(ValueError):  # what the engine of a test fails with
-            run_engine(theirs, make)
+            run_engine([theirs], make)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -152,7 +211,7 @@ def test_a_model_that_cannot_be_loaded_is_the_user_s_error(model_folder: Path) -
 
 def test_what_the_engine_refuses_is_told_with_its_reason(llm: LLM) -> None:
     ours, theirs = multiprocessing.Pipe()
-    loop = EngineLoop(llm, theirs)
+    loop = EngineLoop(llm, [theirs])
     ours.send(Submit(5, [1], SamplingParams(num_speculative_tokens=60)))
     one_round(loop)
     (refused,) = ours.recv().refused

@@ -10,6 +10,7 @@ from peagle.checkpoints.rust_tokenizer import RustTokenizer
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustBackend
 
+MAX_WINDOW = 16  # tokens that are decoded again to know the text of one more
 REPLACEMENT = "\ufffd"  # what a decoder shows for an unfinished UTF-8 character
 
 
@@ -53,8 +54,9 @@ class StopMatch(NamedTuple):
 class Detokenizer:
     """Incremental decoding of one answer.
 
-    Tokens are decoded in a window that begins at the last clean border, because a token's text
-    may depend on the token before it. Text is held back while it ends in an unfinished
+    Tokens are decoded in a window that begins at a clean border, because a token's text may
+    depend on the token before it. It stays there for some tokens: what was decoded of it before
+    need not be decoded again to know what is new. Text is held back while it ends in an unfinished
     character, and, for readers of `stable_text`, while it could be the start of a stop string.
 
     Without stop strings nothing depends on the text, so it is decoded when somebody reads it.
@@ -78,6 +80,7 @@ class Detokenizer:
         self.token_ids: list[int] = []
         self._text = ""
         self._window = 0  # first token of the window
+        self._prefix = ""  # the text from there to `_read`
         self._read = 0  # first token whose text is not in `_text` yet
         self._tried = 0  # tokens that were decoded, if only to find an unfinished character
         self._finished = False
@@ -140,7 +143,7 @@ class Detokenizer:
     def _add(self, fresh: str) -> StopMatch | None:
         if self._finished:
             self._tried = len(self.token_ids)
-        self._window, self._read = self._read, self._tried
+        self._move_window(fresh)
         self._text += fresh
         if self._tried <= self.min_tokens:
             return None
@@ -149,10 +152,18 @@ class Detokenizer:
             self._text = self._text[: match.end]
         return match
 
+    def _move_window(self, fresh: str) -> None:
+        """All tokens that were tried are read now."""
+        if self._tried - self._window <= MAX_WINDOW:
+            self._prefix += fresh
+        else:
+            self._window = self._read
+            self._prefix = self._decode(self._window, self._tried)
+        self._read = self._tried
+
     def _unread(self, end: int) -> str:
         """The text of the tokens from `_read` to `end`."""
-        before = self._decode(self._window, self._read)
-        return self._decode(self._window, end)[len(before) :]
+        return self._decode(self._window, end)[len(self._prefix) :]
 
     def _decode(self, start: int, end: int) -> str:
         if start == end:

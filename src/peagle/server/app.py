@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.routing import APIRoute
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 import peagle
@@ -38,12 +40,16 @@ from peagle.server.protocol import (
     ErrorAnswer,
     ModelCard,
     ModelList,
+    RequestBody,
     SamplingBody,
     StreamOptions,
     TokenizeRequest,
     TokenizeResponse,
 )
-from peagle.server.responses import ChatWriter, CompletionWriter, respond
+from peagle.server.responses import ChatWriter, CompletionWriter, json_response, respond
+
+IS_JSON = re.compile(r"\s*application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE | re.ASCII)
+_Body = TypeVar("_Body", bound=RequestBody)
 
 
 @dataclass(eq=False)
@@ -110,6 +116,7 @@ def make_app(service: Service, api_key: str | None = None) -> FastAPI:
         lifespan=_lifespan,
     )
     app.state.service = service
+    app.include_router(posts)
     app.include_router(router)
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
@@ -150,13 +157,33 @@ async def _service(request: Request) -> Service:
 
 
 Served = Annotated[Service, Depends(_service)]
+
+
+class JsonRoute(APIRoute):
+    """A route whose body is read straight into its model, which is the endpoint's first parameter;
+    the others are the request and the service. FastAPI would find that out anew for each request,
+    and read JSON into objects first. The description of the API is still FastAPI's."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        assert self.body_field is not None
+        model: type[RequestBody] = self.body_field.field_info.annotation  # type: ignore[assignment]
+        endpoint: Callable[..., Coroutine[Any, Any, Response]] = self.endpoint
+
+        async def handle(request: Request) -> Response:
+            body = read_body(model, request.headers.get("content-type"), await request.body())
+            return await endpoint(body, request, request.app.state.service)
+
+        return handle
+
+
 router = APIRouter()
+posts = APIRouter(route_class=JsonRoute)
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer} for status in (400, 401, 404, 413, 429, 500, 503, 504)
 }
 
 
-@router.post("/v1/chat/completions", response_model=ChatCompletion, responses=REFUSALS)
+@posts.post("/v1/chat/completions", response_model=ChatCompletion, responses=REFUSALS)
 async def chat_completions(
     body: ChatCompletionRequest, request: Request, service: Served
 ) -> Response:
@@ -183,7 +210,7 @@ async def chat_completions(
     return await respond(writer, request.receive, stream=bool(body.stream))
 
 
-@router.post("/v1/completions", response_model=Completion, responses=REFUSALS)
+@posts.post("/v1/completions", response_model=Completion, responses=REFUSALS)
 async def completions(body: CompletionRequest, request: Request, service: Served) -> Response:
     """The text that follows a prompt."""
     service.check_model(body.model)
@@ -219,13 +246,8 @@ async def models(service: Served) -> ModelList:
     return ModelList(data=[card])
 
 
-@router.post(
-    "/tokenize",
-    response_model=TokenizeResponse,
-    response_model_exclude_unset=True,
-    responses=REFUSALS,
-)
-async def tokenize(body: TokenizeRequest, service: Served) -> TokenizeResponse:
+@posts.post("/tokenize", response_model=TokenizeResponse, responses=REFUSALS)
+async def tokenize(body: TokenizeRequest, request: Request, service: Served) -> Response:
     """Token ids of a text, or of a conversation by the model's chat template."""
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -239,17 +261,17 @@ async def tokenize(body: TokenizeRequest, service: Served) -> TokenizeResponse:
     answer = TokenizeResponse(count=len(tokens), max_model_len=length, tokens=tokens)
     if body.return_token_strs:
         answer.token_strs = await renderer.decode_each(tokens)
-    return answer
+    return json_response(answer)
 
 
-@router.post("/detokenize", response_model=DetokenizeResponse, responses=REFUSALS)
-async def detokenize(body: DetokenizeRequest, service: Served) -> DetokenizeResponse:
+@posts.post("/detokenize", response_model=DetokenizeResponse, responses=REFUSALS)
+async def detokenize(body: DetokenizeRequest, request: Request, service: Served) -> Response:
     """The text of token ids."""
     service.check_model(body.model)
     size = service.ready.vocab_size
     if any(token >= size for token in body.tokens):
         raise ApiError(400, f"a token id is not in the vocabulary of {size}", param="tokens")
-    return DetokenizeResponse(prompt=await service.renderer.decode(body.tokens))
+    return json_response(DetokenizeResponse(prompt=await service.renderer.decode(body.tokens)))
 
 
 @router.get("/health", responses={503: {"model": ErrorAnswer}})
@@ -267,6 +289,7 @@ async def version() -> dict[str, str]:
 @router.get("/metrics", response_class=Response)
 async def metrics(service: Served) -> Response:
     """For Prometheus."""
+    await service.llm.renew_status()
     return Response(service.metrics.page(), media_type=service.metrics.content_type)
 
 
@@ -274,6 +297,16 @@ async def metrics(service: Served) -> Response:
 async def front_page() -> HTMLResponse:
     html, policy = page()
     return HTMLResponse(html, headers={"Content-Security-Policy": policy})
+
+
+def read_body(model: type[_Body], content_type: str | None, content: bytes) -> _Body:
+    """Only what is said to be JSON is read: a page of another origin cannot say so unasked."""
+    if not IS_JSON.match(content_type or ""):
+        raise ApiError(400, "the body is not said to be JSON; send Content-Type: application/json")
+    try:
+        return model.model_validate_json(content)
+    except ValidationError as error:
+        raise misfit(error.errors(include_url=False, include_context=False)) from None
 
 
 def _check_length(prompt: TokenizedPrompt, ready: Ready) -> None:
@@ -293,11 +326,6 @@ async def _on_refusal(request: Request, error: Exception) -> JSONResponse:
     return refusal(error).response
 
 
-async def _on_misfit(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    return misfit(error.errors()).response
-
-
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     return ApiError(error.status_code, str(error.detail), headers=error.headers).response
@@ -310,7 +338,6 @@ async def _on_our_mistake(request: Request, error: Exception) -> JSONResponse:
 HANDLERS = {
     ApiError: _on_api_error,
     RequestError: _on_refusal,
-    RequestValidationError: _on_misfit,
     HTTPException: _on_http_error,
     Exception: _on_our_mistake,
 }

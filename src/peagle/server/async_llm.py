@@ -1,4 +1,4 @@
-"""Open requests of many clients, for one event loop: the HTTP side of the engine's loop.
+"""Open requests of many clients, for one event loop: an API server's side of the engine's loop.
 
 Everything here runs in the event loop's thread, but for sending long commands: one may fill the
 connection's buffer, and the loop has to read meanwhile, or both sides would wait for each other.
@@ -13,10 +13,10 @@ import pickle
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from peagle.engine.detokenizer import Detokenizer, Tokenizer
 from peagle.engine.prompts import TokenizedPrompt
@@ -25,8 +25,10 @@ from peagle.sampling_params import SamplingParams
 from peagle.server.engine_loop import (
     Abort,
     AnswerNews,
+    AskStatus,
     EngineStatus,
     Failed,
+    Growth,
     Ready,
     Refused,
     Report,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 MAX_DIRECT_BYTES = 1 << 16  # unread commands that surely fit into the connection's buffer
 JOIN_SECONDS = 2.0
+STATUS_SECONDS = 2.0  # for the engine to say how it is; a step is shorter
 GONE = Failed("the engine's process has ended")
 
 
@@ -149,6 +152,13 @@ class Generation:
         """Gives up what is not finished. May be called twice."""
         self.cancel(self)
 
+    def grow(self, number: int, growth: Growth) -> None:
+        _, answer, token_ids, tokens_per_step = growth
+        news = AnswerNews(answer, token_ids, [], tokens_per_step, None, None, None)
+        self._news.append((number, news))
+        self.num_output_tokens += len(token_ids)
+        self._wake()
+
     def take(self, number: int, news: RequestNews) -> None:
         for one in news.answers:
             self._news.append((number, one))
@@ -186,6 +196,41 @@ class Generation:
         )
 
 
+class Observer(Protocol):
+    """Hears of a report once, and of what each request got in it."""
+
+    def count(self, num_tokens: int) -> None: ...
+
+    def tokens(self, generation: Generation, now: float) -> None: ...
+
+    def end(self, generation: Generation, news: RequestNews, now: float) -> None: ...
+
+
+@dataclass(eq=False)
+class OpenAnswers:
+    """How many answers the API servers have open, in memory that they share. Each writes only
+    its own number: no lock that one could die with."""
+
+    counts: MutableSequence[int]
+    own: int = 0  # the number of this API server
+
+    def add(self, count: int, most: int) -> bool:
+        """False, and nothing is added, where there would be more than `most` in all. Adds first:
+        of two that come at once at least one sees the other."""
+        self.counts[self.own] += count
+        if self.total <= most:
+            return True
+        self.counts[self.own] -= count
+        return False
+
+    def remove(self, count: int) -> None:
+        self.counts[self.own] -= count
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+
 class AsyncLLM:
     """`max_waiting`: answers that may be open beside those that the engine runs at once."""
 
@@ -196,13 +241,14 @@ class AsyncLLM:
         *,
         max_waiting: int,
         timeout: float,
-        observe: Callable[[Generation, RequestNews], None] = lambda generation, news: None,
+        observer: Observer,
+        answers: OpenAnswers | None = None,
     ) -> None:
         self._connection, self._decoder = connection, decoder
-        self._max_waiting, self._timeout, self._observe = max_waiting, timeout, observe
+        self._max_waiting, self._timeout, self._observer = max_waiting, timeout, observer
         self._keys = itertools.count()
         self._open: dict[int, tuple[Generation, int]] = {}  # with the prompt's number
-        self._num_answers = 0
+        self._answers = answers or OpenAnswers([0])
         self._to_send: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._num_to_send = 0
         self._sender = threading.Thread(target=self._send_all, daemon=True)
@@ -210,6 +256,7 @@ class AsyncLLM:
         self.ready: Ready | None = None
         self.failure: Failed | None = None
         self.status = EngineStatus(0, 0, 0, 0, 0, SpecDecodeStats())
+        self._status_waiters: list[asyncio.Future[None]] = []
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -248,8 +295,19 @@ class AsyncLLM:
 
     @property
     def num_open(self) -> int:
-        """Answers, running or waiting."""
-        return self._num_answers
+        """Answers, running or waiting, of all API servers."""
+        return self._answers.total
+
+    async def renew_status(self) -> None:
+        """Asks the engine. One that does not answer leaves what it said last."""
+        if self.ready is None or self.failure is not None:
+            return
+        waiter = asyncio.get_running_loop().create_future()
+        self._status_waiters.append(waiter)
+        if len(self._status_waiters) == 1:
+            self._send(AskStatus())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(waiter, STATUS_SECONDS)
 
     def generate(
         self,
@@ -261,10 +319,9 @@ class AsyncLLM:
         """Queues the prompts; raises ApiError where there is no room for them. Who calls it has
         to close what it gets."""
         self.check_ready()
-        self._check_room(len(prompts) * params.n)
+        self._take_room(len(prompts) * params.n)
         texts = [GrowingText(self._detokenizer(params)) for _ in range(len(prompts) * params.n)]
         generation = Generation(params, prompts, texts, self._cancel, shows_drafts)
-        self._num_answers += len(texts)
         generation.num_unfinished = len(prompts)
         for number, prompt in enumerate(prompts):
             key = next(self._keys)
@@ -275,13 +332,13 @@ class AsyncLLM:
         generation.timer = loop.call_later(self._timeout, self._expire, generation)
         return generation
 
-    def _check_room(self, num_answers: int) -> None:
+    def _take_room(self, num_answers: int) -> None:
         assert self.ready is not None
         most = self.ready.max_num_seqs + self._max_waiting
-        if self._num_answers + num_answers > most:
+        if not self._answers.add(num_answers, most):
             raise ApiError(
                 429,
-                f"the server is busy: {self._num_answers} answers are open, of at most {most}",
+                f"the server is busy: {self._answers.total} answers are open, of at most {most}",
                 code="rate_limit_exceeded",
                 headers={"Retry-After": "1"},
             )
@@ -304,25 +361,45 @@ class AsyncLLM:
         except (EOFError, OSError):
             self._fail(GONE)
 
-    def _take(self, message: Ready | Failed | Report) -> None:
-        if isinstance(message, Ready):
+    def _take(self, message: Ready | Failed | EngineStatus | Report) -> None:
+        if isinstance(message, Report):
+            self._take_report(message)
+        elif isinstance(message, EngineStatus):
+            self._take_status(message)
+        elif isinstance(message, Ready):
             self.ready = message
             self._changed.set()
-        elif isinstance(message, Failed):
-            self._fail(message)
         else:
-            self._take_report(message)
+            self._fail(message)
+
+    def _take_status(self, status: EngineStatus) -> None:
+        self.status = status
+        for waiter in self._status_waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._status_waiters = []
 
     def _take_report(self, report: Report) -> None:
-        if report.status is not None:
-            self.status = report.status
+        """Of requests that were cancelled meanwhile there may be news, too."""
+        now, observer, num_tokens = time.monotonic(), self._observer, 0
+        for growth in report.growths:
+            if growth[0] in self._open:
+                generation, number = self._open[growth[0]]
+                generation.grow(number, growth)
+                num_tokens += len(growth[2])
+                observer.tokens(generation, now)
         for news in report.news:
-            if news.key in self._open:  # else it was cancelled meanwhile
+            if news.key in self._open:
                 generation, number = self._open[news.key]
                 generation.take(number, news)
                 if news.stats is not None:
                     self._forget(news.key)
-                self._observe(generation, news)
+                count = sum(len(answer.token_ids) for answer in news.answers)
+                num_tokens += count
+                if count:
+                    observer.tokens(generation, now)
+                observer.end(generation, news, now)
+        observer.count(num_tokens)
         for refused in report.refused:
             if refused.key in self._open:
                 self._open[refused.key][0].fail(_refusal(refused))
@@ -334,6 +411,7 @@ class AsyncLLM:
         asyncio.get_running_loop().remove_reader(self._connection.fileno())
         self.failure = failure
         self._changed.set()
+        self._take_status(self.status)
         for generation, _ in list(self._open.values()):
             generation.fail(ApiError(500, "the engine has stopped"))
 
@@ -354,9 +432,9 @@ class AsyncLLM:
 
     def _forget(self, key: int) -> None:
         generation, _ = self._open.pop(key)
-        self._num_answers -= generation.params.n
+        self._answers.remove(generation.params.n)
 
-    def _send(self, command: Submit | Abort) -> None:
+    def _send(self, command: Submit | Abort | AskStatus) -> None:
         """In order. At once where that cannot wait: to wake a thread takes longer, and it would
         compete with this one."""
         message = pickle.dumps(command)

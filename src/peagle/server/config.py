@@ -27,6 +27,10 @@ class ServerConfig:
         str | None, Doc(f"Key that requests must bring; also from ${API_KEY_VARIABLE}.")
     ] = None
     api_key_file: Annotated[Path | None, Doc("The same from the first line of a file.")] = None
+    api_server_count: Annotated[
+        int | None,
+        Doc("Processes that speak HTTP.", if_none="1, with a GPU one for each 4 cores, at most 4"),
+    ] = None
     max_waiting_requests: Annotated[
         int, Doc("Answers that may wait beside --max-num-seqs; more get 429.")
     ] = 256
@@ -58,6 +62,10 @@ class ServerConfig:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} is out of range", hint=f"use >= {least}"
                 )
+        if self.api_server_count is not None and not 1 <= self.api_server_count <= 64:
+            raise ConfigError(
+                f"api_server_count={self.api_server_count} is out of range", hint="use 1 to 64"
+            )
         for name in ("request_timeout", "shutdown_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} is out of range", hint="use > 0")

@@ -1,8 +1,8 @@
-"""The engine's side of the server: requests in, steps, tokens out, over one connection.
+"""The engine's side of the server: requests in, steps, tokens out, by a channel per API server.
 
 It runs in a process of its own. Python lets one thread compute at a time, and writing HTTP for
 many streams keeps one busy: in one process either would wait for the other. Messages are pickled
-by `multiprocessing`, between two processes of ours.
+by `multiprocessing`, between processes of ours. Keys of requests are an API server's own.
 
 What a step gave is not copied into messages until it is sent, so a reader that falls behind gets
 fewer and longer ones, and the engine never waits for it. With many answers open, a report of all
@@ -11,11 +11,13 @@ of them is not made after every step either; first tokens and ends are told at o
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import selectors
 import signal
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NamedTuple
@@ -36,7 +38,7 @@ WARM_UP = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 # Between two reports, for each answer of the last: some times what writing its chunk costs the
 # other side, which has to read requests, too. A hundred answers get chunks 20 ms apart.
 SECONDS_PER_CHUNK = 0.0002
-STATUS_SECONDS = 0.2  # between two EngineStatus while nothing finishes
+ROOM_SECONDS = 0.001  # between two looks at a reader that is busy, while there are no steps
 
 
 class Submit(NamedTuple):
@@ -47,6 +49,10 @@ class Submit(NamedTuple):
 
 class Abort(NamedTuple):
     key: int
+
+
+class AskStatus(NamedTuple):
+    """Answered by an EngineStatus, behind the steps whose tokens were reported."""
 
 
 class AnswerNews(NamedTuple):
@@ -61,7 +67,14 @@ class AnswerNews(NamedTuple):
     error: str | None
 
 
+# Tokens of an answer that goes on: key, number, token_ids, tokens_per_step. Nearly all news are
+# such, and plain tuples are pickled and read in a sixth of the time.
+Growth = tuple[int, int, list[int], list[int]]
+
+
 class RequestNews(NamedTuple):
+    """What is more than growth: logprobs, ends."""
+
     key: int
     answers: list[AnswerNews]
     num_cached_tokens: int  # those of its prompt that the prefix cache had
@@ -87,9 +100,9 @@ class EngineStatus(NamedTuple):
 
 
 class Report(NamedTuple):
+    growths: list[Growth]
     news: list[RequestNews]
     refused: list[Refused]
-    status: EngineStatus | None
 
 
 class Ready(NamedTuple):
@@ -117,6 +130,7 @@ class Open:
     """A request that is being answered, and what was reported of each of its answers."""
 
     key: int
+    channel: Channel
     answers: PromptAnswers
     num_seen: list[int] = field(init=False)  # tokens that a step's end has counted
     num_reported: list[int] = field(init=False)
@@ -141,15 +155,18 @@ class Open:
                 self.tokens_per_step[n].append(new)
                 self.num_seen[n] += new
 
-    def news(self) -> RequestNews:
-        changed = [n for n in range(len(self.num_seen)) if self._changed(n)]
+    def tell(self, report: Report) -> None:
+        """Adds what changed since the last report."""
+        answers = [self._answer_news(n) for n in range(len(self.num_seen)) if self._changed(n)]
+        if not self.answers.finished and not any(map(_is_more_than_growth, answers)):
+            report.growths.extend((self.key, a[0], a.token_ids, a.tokens_per_step) for a in answers)
+            return
         stats, preemptions = None, 0
         if self.answers.finished:
             stats = self.answers.stats
             preemptions = sum(a.request.num_preemptions for a in self.answers.answers)
-        news = [self._answer_news(n) for n in changed]
         cached = self.answers.answers[0].request.num_cached_tokens
-        return RequestNews(self.key, news, cached, stats, preemptions)
+        report.news.append(RequestNews(self.key, answers, cached, stats, preemptions))
 
     def _changed(self, n: int) -> bool:
         request = self.answers.answers[n].request
@@ -174,27 +191,65 @@ class Open:
         )
 
 
+def _is_more_than_growth(news: AnswerNews) -> bool:
+    return bool(news.logprobs) or news.finish_reason is not None
+
+
+@dataclass(eq=False)
+class Channel:
+    """To one API server, with its open requests and what it was not told yet."""
+
+    connection: Connection
+    open: dict[int, Open] = field(default_factory=dict)
+    changed: dict[int, Open] = field(default_factory=dict)
+    refused: list[Refused] = field(default_factory=list)
+    due_at: float = 0.0  # when answers that are in progress are reported again
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.changed or self.refused)
+
+    def report(self) -> None:
+        """Unless the reader is busy with an earlier one: it would read many short ones where a
+        long one costs hardly more than each."""
+        now = time.monotonic()
+        is_due = now >= self.due_at
+        told = [request for request in self.changed.values() if is_due or request.is_urgent]
+        if not (told or self.refused) or not self.has_room():
+            return
+        report = Report([], [], self.refused)
+        for request in told:
+            request.tell(report)
+            del self.changed[request.key]
+        self.refused = []
+        self.connection.send(report)
+        if is_due:
+            self.due_at = now + SECONDS_PER_CHUNK * len(told)
+
+    def has_room(self) -> bool:
+        return not num_unread(self.connection)
+
+
 class EngineLoop:
     """Owns an LLM: nobody else may step it."""
 
-    def __init__(self, llm: LLM, connection: Connection) -> None:
-        self._llm, self._connection = llm, connection
-        self._open: dict[int, Open] = {}
-        self._keys: dict[PromptAnswers, int] = {}
-        self._changed: dict[int, Open] = {}
-        self._refused: list[Refused] = []
-        self._has_aborted = False  # since the last report
-        self._status_at = 0.0
-        self._due_at = 0.0  # when answers that are in progress are reported again
+    def __init__(self, llm: LLM, connections: Sequence[Connection]) -> None:
+        self._llm = llm
+        self._channels = [Channel(connection) for connection in connections]
+        self._open: dict[PromptAnswers, Open] = {}
+        self._selector = selectors.DefaultSelector()
+        for channel in self._channels:
+            self._selector.register(channel.connection, selectors.EVENT_READ, channel)
 
     def run(self) -> None:
-        """Until the other side closes the connection."""
-        self._connection.send(self._ready())
+        """Until the other sides have closed all channels."""
+        _tell([channel.connection for channel in self._channels], self._ready())
         try:
             while self._take_commands():
                 self._step()
                 self._report()
         finally:
+            self._selector.close()
             for request in list(self._open.values()):
                 self._abort(request)
 
@@ -212,76 +267,73 @@ class EngineLoop:
 
     def _take_commands(self) -> bool:
         """All that are there; waits for one where there is nothing to do. False: it is over."""
-        waits = not self._open
+        timeout: float | None = 0.0
+        if not self._open:
+            has_news = any(channel.has_news for channel in self._channels)
+            timeout = ROOM_SECONDS if has_news else None
+        while self._channels and (ready := self._selector.select(timeout)):
+            timeout = 0.0
+            for key, _ in ready:
+                self._take_command(key.data)
+        return bool(self._channels)
+
+    def _take_command(self, channel: Channel) -> None:
         try:
-            while waits or self._connection.poll():
-                command: Submit | Abort = self._connection.recv()
-                waits = False
-                if isinstance(command, Submit):
-                    self._submit(command)
-                elif command.key in self._open:
-                    self._abort(self._open[command.key])
-        except (EOFError, ConnectionError):
-            return False
-        return True
+            command: Submit | Abort | AskStatus = channel.connection.recv()
+            if isinstance(command, AskStatus):
+                channel.connection.send(self._status())
+        except (EOFError, OSError):
+            self._leave(channel)
+            return
+        if isinstance(command, Submit):
+            self._submit(channel, command)
+        elif isinstance(command, Abort) and command.key in channel.open:
+            self._abort(channel.open[command.key])
+
+    def _leave(self, channel: Channel) -> None:
+        """The API server has closed its side, or died: nobody reads its answers."""
+        self._selector.unregister(channel.connection)
+        self._channels.remove(channel)
+        for request in list(channel.open.values()):
+            self._abort(request)
+        channel.connection.close()
 
     def _step(self) -> None:
         """With nothing left to do, the engine still checks that all blocks are back."""
         for answers in self._llm.step():
-            request = self._open[self._keys[answers]]
+            request = self._open[answers]
             request.count_step()
-            self._changed[request.key] = request
+            request.channel.changed[request.key] = request
             if answers.finished:
                 self._forget(request)
 
-    def _submit(self, command: Submit) -> None:
+    def _submit(self, channel: Channel, command: Submit) -> None:
         key, token_ids, params = command
         try:
             answers = self._llm.add_request(TokenizedPrompt(None, token_ids), params)
         except RequestError as error:
-            self._refused.append(Refused(key, error.message, error.hint))
+            channel.refused.append(Refused(key, error.message, error.hint))
             return
-        self._open[key] = Open(key, answers)
-        self._keys[answers] = key
+        self._open[answers] = channel.open[key] = Open(key, channel, answers)
 
     def _abort(self, request: Open) -> None:
         self._llm.abort_request(request.answers)
-        self._changed.pop(request.key, None)
-        self._has_aborted = True
+        request.channel.changed.pop(request.key, None)
         self._forget(request)
 
     def _forget(self, request: Open) -> None:
-        del self._open[request.key]
-        del self._keys[request.answers]
+        del request.channel.open[request.key]
+        del self._open[request.answers]
 
     def _report(self) -> None:
-        """Unless the reader is busy with earlier ones; there is a later chance while requests
-        are open."""
-        is_due = time.monotonic() >= self._due_at
-        told = [request for request in self._changed.values() if is_due or request.is_urgent]
-        has_news = told or self._refused or self._has_aborted
-        if not has_news or (self._open and not self._has_room()):
-            return
-        news = [request.news() for request in told]
-        for request in told:
-            del self._changed[request.key]
-        has_ended = self._has_aborted or any(n.stats is not None for n in news)
-        report = Report(news, self._refused, self._status(has_ended))
-        self._refused, self._has_aborted = [], False
-        self._connection.send(report)
-        if is_due:
-            self._due_at = time.monotonic() + SECONDS_PER_CHUNK * len(told)
+        """What is not reported now has a later chance."""
+        for channel in list(self._channels):
+            try:
+                channel.report()
+            except OSError:
+                self._leave(channel)
 
-    def _has_room(self) -> bool:
-        """A report more, and a busy reader would read many short ones where a long one costs
-        hardly more than each."""
-        return not num_unread(self._connection)
-
-    def _status(self, due: bool) -> EngineStatus | None:
-        now = time.monotonic()
-        if not due and now - self._status_at < STATUS_SECONDS:
-            return None
-        self._status_at = now
+    def _status(self) -> EngineStatus:
         engine = self._llm.engine
         return EngineStatus(
             len(engine.scheduler.running),
@@ -298,30 +350,38 @@ def num_unread(connection: Connection) -> int:
     return int.from_bytes(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)), "little")
 
 
-def run_engine(connection: Connection, make: Callable[[], LLM]) -> None:
-    """Makes the engine and runs its loop; whatever ends it early is told to the other side."""
+def run_engine(connections: Sequence[Connection], make: Callable[[], LLM]) -> None:
+    """Makes the engine and runs its loop; whatever ends it early is told to the other sides."""
     try:
-        loop = EngineLoop(make(), connection)
+        loop = EngineLoop(make(), connections)
         loop.run()
     except PeagleError as error:
-        connection.send(Failed(error.message, error.hint, is_users=True))
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # the other side has gone
+        _tell(connections, Failed(error.message, error.hint, is_users=True))
     except BaseException as error:
-        connection.send(Failed(f"{type(error).__name__}: {error}"))
+        _tell(connections, Failed(f"{type(error).__name__}: {error}"))
         raise
     finally:
-        connection.close()
+        for connection in connections:
+            connection.close()
+
+
+def _tell(connections: Sequence[Connection], message: Ready | Failed) -> None:
+    for connection in connections:
+        with contextlib.suppress(OSError):  # it has gone, which is noticed elsewhere
+            connection.send(message)
 
 
 def engine_process(
-    connection: Connection, model: str, engine: EngineConfig, drafter: SpeculativeConfig | None
+    connections: Sequence[Connection],
+    model: str,
+    engine: EngineConfig,
+    drafter: SpeculativeConfig | None,
 ) -> None:
-    """The main function of the engine's process. Signals are the HTTP side's: it tells us to stop
-    by closing the connection, when open answers are finished."""
+    """The main function of the engine's process. Signals are for the process that started it: the
+    API servers close their channels when open answers are finished."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    run_engine(connection, lambda: warm_llm(model, engine, drafter))
+    run_engine(connections, lambda: warm_llm(model, engine, drafter))
 
 
 def warm_llm(model: str, engine: EngineConfig, drafter: SpeculativeConfig | None) -> LLM:

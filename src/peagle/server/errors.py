@@ -60,9 +60,9 @@ def refusal(error: RequestError, param: str | None = None) -> ApiError:
 def misfit(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """A body that does not fit its model: pydantic's first error, without the value."""
     first = errors[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
-        return ApiError(400, "the body is not valid JSON")
+    path = [str(part) for part in first["loc"]]
+    if first["type"] == "json_invalid":  # half of a surrogate pair is, too, and what is very deep
+        return ApiError(400, "the body is not valid JSON, or a text in it not valid Unicode")
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unknown parameter {path[-1][:64]!r}", param=".".join(path))
     where = ".".join(path) or "the body"

@@ -3,12 +3,14 @@ dashboards and `peagle bench` read both; what only we have begins with `peagle:`
 
 from __future__ import annotations
 
-import time
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest, values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from peagle.outputs import FinishReason
@@ -30,12 +32,15 @@ METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 
 
 class ServerMetrics:
-    """Of one server. `observe` is called with what a request got, `ended` once at its end."""
+    """Of one API server. `shared` is a folder where several of them keep their figures: the page of
+    each shows the sums."""
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, model: str) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, model: str, shared: Path | None = None) -> None:
+        self.registry = self._shown = CollectorRegistry()
+        if shared is not None:
+            self._shown = _registry_of_all(shared)
         self._labels = {"model_name": model, "engine": "0"}
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens.")
         self.generation_tokens = self._counter("vllm:generation_tokens", "Output tokens.")
@@ -83,24 +88,16 @@ class ServerMetrics:
 
     def watch(self, llm: AsyncLLM) -> None:
         """Shows the engine's own figures, too."""
-        self.registry.register(EngineCollector(llm, self._labels))
+        self._shown.register(EngineCollector(llm, self._labels))
 
     def page(self) -> bytes:
-        return generate_latest(self.registry)
+        return generate_latest(self._shown)
 
-    def observe(self, generation: Generation, news: RequestNews) -> None:
-        """Tokens of a request came just now."""
-        now, num_tokens = time.monotonic(), sum(len(a.token_ids) for a in news.answers)
-        if num_tokens:
-            self._observe_tokens(generation, now, num_tokens)
-        for answer in news.answers:
-            if answer.finish_reason is not None:
-                self._success[answer.finish_reason].inc()
-        if not generation.num_unfinished:
-            self._observe_end(generation, now)
-
-    def _observe_tokens(self, generation: Generation, now: float, num_tokens: int) -> None:
+    def count(self, num_tokens: int) -> None:
         self.generation_tokens.inc(num_tokens)
+
+    def tokens(self, generation: Generation, now: float) -> None:
+        """Tokens of a request came just now."""
         if generation.last_token_at is None:
             self.prompt_tokens.inc(generation.num_prompt_tokens)
             generation.first_token_at = now
@@ -109,7 +106,15 @@ class ServerMetrics:
             self._add("vllm:inter_token_latency_seconds", now - generation.last_token_at)
         generation.last_token_at = now
 
-    def _observe_end(self, generation: Generation, now: float) -> None:
+    def end(self, generation: Generation, news: RequestNews, now: float) -> None:
+        """Of answers, and with the last of them of a request."""
+        for answer in news.answers:
+            if answer.finish_reason is not None:
+                self._success[answer.finish_reason].inc()
+        if not generation.num_unfinished:
+            self._end_request(generation, now)
+
+    def _end_request(self, generation: Generation, now: float) -> None:
         params, num_tokens = generation.params, generation.num_output_tokens
         self.num_preemptions.inc(generation.num_preemptions)
         self._add("vllm:e2e_request_latency_seconds", now - generation.arrived)
@@ -143,6 +148,16 @@ class ServerMetrics:
         labels = list(self._labels)
         made = Histogram(name, text, labels, buckets=buckets, registry=self.registry)
         return made.labels(**self._labels)
+
+
+def _registry_of_all(folder: Path) -> CollectorRegistry:
+    """What is counted from now on in this process lies in files of the folder, where every process
+    finds it. The client library asks its environment, once, when it is imported."""
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+    values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+    return registry
 
 
 class EngineCollector(Collector):

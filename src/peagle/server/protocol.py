@@ -6,10 +6,9 @@ is accepted and has no effect.
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 INT64 = (1 << 63) - 1
@@ -24,17 +23,7 @@ class Body(BaseModel):
 
 
 class RequestBody(Body):
-    @model_validator(mode="before")
-    @classmethod
-    def _is_unicode(cls, data: Any) -> Any:
-        """JSON may escape half of a surrogate pair, which no tokenizer reads."""
-        if not isinstance(data, dict):  # a body that is not said to be JSON comes as bytes
-            return data
-        try:
-            json.dumps(data, ensure_ascii=False).encode()
-        except (UnicodeEncodeError, RecursionError):
-            raise ValueError("a text is not valid Unicode, or the body is too deep") from None
-        return data
+    """Read from JSON by `model_validate_json`, which refuses texts that are not valid Unicode."""
 
 
 class StreamOptions(Body):

@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
@@ -16,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from peagle.server.async_llm import Delta, Generation
 from peagle.server.errors import ApiError
 from peagle.server.protocol import (
+    Answer,
     ChatChoice,
     ChatCompletion,
     ChatLogprobs,
@@ -73,7 +75,7 @@ class AnswerWriter(ABC):
     def events(self, deltas: Sequence[Delta]) -> bytes:
         """Nearly all chunks differ from the one before in their text alone: their JSON is made
         once, and the text put into it."""
-        only_text, events = self._tells_only_text, []
+        only_text, events = self.tells_only_text, []
         for delta in deltas:
             frame = self._frames.get(delta.choice)
             if frame is None or not only_text or delta.finish_reason is not None:
@@ -84,8 +86,8 @@ class AnswerWriter(ABC):
                 events.append(f"{frame[0]}{encode_json(delta.text)}{frame[1]}")
         return "".join(events).encode()
 
-    @property
-    def _tells_only_text(self) -> bool:
+    @cached_property
+    def tells_only_text(self) -> bool:
         """Chunks have nothing but text until an answer ends."""
         usage = self.options.continuous_usage_stats and self.options.include_usage
         return not (usage or self._shows_tokens or self.generation.shows_drafts)
@@ -236,9 +238,9 @@ class ChatWriter(AnswerWriter):
     _tool_readers: dict[int, ToolCallReader] = field(default_factory=dict)
     _started: set[int] = field(default_factory=set)
 
-    @property
-    def _tells_only_text(self) -> bool:
-        return not self.reads_tools and super()._tells_only_text
+    @cached_property
+    def tells_only_text(self) -> bool:
+        return not self.reads_tools and super().tells_only_text
 
     def chunk(self, delta: Delta) -> list[ChatCompletion]:
         chunks = []
@@ -369,7 +371,7 @@ async def respond(writer: AnswerWriter, receive: Receive, *, stream: bool) -> Re
     watching = asyncio.create_task(_fail_when_disconnected(receive, generation))
     try:
         if not stream:
-            return _json(writer.whole(await _all_deltas(generation)))
+            return json_response(writer.whole(await _all_deltas(generation)))
         first = await generation.next()
         streams = True
         return EventStream(writer, first, watching)
@@ -414,7 +416,7 @@ def _event(document: Completion | ChatCompletion) -> str:
     return f"data: {document.model_dump_json(exclude_unset=True)}\n\n"
 
 
-def _json(document: Completion | ChatCompletion) -> Response:
+def json_response(document: Answer) -> Response:
     return Response(document.model_dump_json(exclude_unset=True), media_type="application/json")
 
 
