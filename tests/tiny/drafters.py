@@ -38,6 +38,8 @@ class ScriptedDrafter:
     method = "scripted"
     cache_layout: CacheLayout | None = None
     max_speculative_tokens = 64
+    max_tree_depth = 0
+    rows_per_depth = 1
     max_positions: int | None = None
 
     aux_hidden_state_layers: tuple[int, ...] = ()
@@ -140,6 +142,8 @@ class ScriptedHead:
         self.cache_layout = self.head.cache_layout
         self.max_positions = self.head.max_positions
         self.max_speculative_tokens = self.head.max_speculative_tokens
+        self.max_tree_depth = self.head.max_tree_depth
+        self.rows_per_depth = self.head.rows_per_depth
         self.engine: Engine | None = None  # make_engine says which
 
     def feed(self, batch: DraftBatch) -> None:

@@ -74,8 +74,9 @@ def make_runner(
     if drafter is not None and drafter.cache_layout is not None:
         drafting = Drafting(cast(NetworkDrafter, drafter), paged(drafter.cache_layout, reach))
     model = paged(target.cache_layout, target.config.max_position_embeddings)
+    rows_per_depth = speculation.rows_per_depth if speculation else 1
     models = StepModels(
-        target, model, drafting, reach + 1, state, ops, layout, allocator.block_size
+        target, model, drafting, reach + 1, state, ops, layout, allocator.block_size, rows_per_depth
     )
     return Runner(models, tables, static=static)
 
@@ -102,6 +103,7 @@ def make_budget(
         max_rows=max_rows,
         pad=partial(padded, sizes=BATCH_SIZES) if runner.static else None,
         scores=scores if state.draft_scores is not None and state.trees is not None else None,
+        depth_is_free=runner.models.drafting is None,
     )
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -30,10 +30,11 @@ from peagle.engine.scheduler import Chunk, Schedule, Scheduler, Slot
 from peagle.engine.step import StepShape
 from peagle.errors import ConfigError, PeagleError, RequestError
 from peagle.kernels.device_batch import HEADER
-from peagle.models.drafter import Drafter
+from peagle.models.drafter import Drafter, HostTreeDrafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.budget import DraftChoice, Outcomes
+from peagle.speculation.draft_limit import cache_slack
 from peagle.speculation.statistics import SpecDecodeStats
 from peagle.speculation.trees import BEAM, num_candidates
 
@@ -49,9 +50,9 @@ class Speculation:
     is_auto: bool = False  # these are upper limits, and each step verifies as many as pay
 
     def __post_init__(self) -> None:
-        check_depth(self.num_speculative_tokens, self.drafter)
-        if self.num_draft_nodes is not None:
-            self._check_tree(self.num_draft_nodes)
+        check_drafts(
+            self.drafter, self.num_speculative_tokens, self.num_draft_nodes, self.verification
+        )
         if self.is_auto and self.verification == "rejection":
             raise ConfigError(
                 "speculation auto verifies by coupling, not by rejection",
@@ -60,26 +61,62 @@ class Speculation:
 
     @property
     def cache_slack(self) -> int:
-        """As Request.cache_slack, at most."""
-        return max((self.num_draft_nodes or 0) - 1, 0)
+        """As Request.cache_slack, at most: requests may ask for deeper trees than the engine's."""
+        return cache_slack(self.drafter.max_tree_depth, self.num_draft_nodes, self.rows_per_depth)
 
-    def _check_tree(self, num_nodes: int) -> None:
-        if not hasattr(self.drafter, "lattice"):
+    @property
+    def rows_per_depth(self) -> int:
+        """That drafts take in the drafter's cache."""
+        return 1 if self.num_draft_nodes is None else self.drafter.rows_per_depth
+
+
+class DraftLimits(Protocol):
+    """What is known of a drafter before it is loaded: some of `Drafter`."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def max_speculative_tokens(self) -> int: ...
+    @property
+    def max_tree_depth(self) -> int: ...
+
+
+def check_drafts(
+    limits: DraftLimits, depth: int, num_nodes: int | None, verification: Verification
+) -> None:
+    """Whether a drafter can draft so many, and whether they can be verified so."""
+    if num_nodes is not None:
+        if not limits.max_tree_depth:
             raise ConfigError(
-                f"num_draft_nodes={num_nodes}, but {self.drafter.method} cannot draft trees",
-                hint="use a P-EAGLE head, or drop it",
+                f"num_draft_nodes={num_nodes}, but {limits.method} cannot draft trees",
+                hint="drop it",
             )
-        if self.verification == "rejection":
+        if verification == "rejection":
             raise ConfigError(
                 "rejection verifies chains, not trees", hint="use verification coupled"
             )
-        most = min(MAX_DRAFT_NODES, num_candidates(self.num_speculative_tokens, BEAM))
-        if num_nodes > most:
-            raise ConfigError(
-                f"num_draft_nodes={num_nodes} is more than a tree of depth "
-                f"{self.num_speculative_tokens} can have",
-                hint=f"use at most {most}",
-            )
+    check_depth(depth, limits, is_tree=num_nodes is not None)
+    most = min(MAX_DRAFT_NODES, num_candidates(depth, BEAM))
+    if num_nodes is not None and num_nodes > most:
+        raise ConfigError(
+            f"num_draft_nodes={num_nodes} is more than a tree of depth {depth} can have",
+            hint=f"use at most {most}",
+        )
+
+
+def check_depth(
+    depth: int,
+    limits: DraftLimits,
+    error: type[PeagleError] = ConfigError,
+    *,
+    is_tree: bool,
+) -> None:
+    most = limits.max_tree_depth if is_tree else limits.max_speculative_tokens
+    if depth > most:
+        what = f"this {limits.method} drafter can draft" + (" in trees" if is_tree else "")
+        raise error(
+            f"num_speculative_tokens={depth} is more than {what}", hint=f"use at most {most}"
+        )
 
 
 class NewTokens(NamedTuple):
@@ -371,9 +408,14 @@ class Engine:
         asked = [s for s in slots if allowed[s.index] > 0]
         if not asked:
             return
-        drafts = self._host_drafter.propose(
-            [s.request.token_ids for s in asked], [allowed[s.index] for s in asked]
-        )
+        histories = [s.request.token_ids for s in asked]
+        counts = [allowed[s.index] for s in asked]
+        if self._has_trees:
+            drafter = cast(HostTreeDrafter, self._host_drafter)
+            depths = self.runner.num_depths([s.index for s in asked])
+            drafts = drafter.propose_trees(histories, counts, depths)
+        else:
+            drafts = self._host_drafter.propose(histories, counts)
         self.runner.set_drafts([s.index for s in asked], drafts)
         self.clock.count_draft(perf_counter() - begun, len(self.scheduler.running))
 
@@ -436,6 +478,7 @@ class Engine:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             num_speculative_tokens=depth,
             num_draft_nodes=self._num_draft_nodes(params, depth),
+            rows_per_depth=self.speculation.rows_per_depth if self.speculation else 1,
             stop_token_ids=frozenset(ends),
             bad_word_ids=tuple(tuple(word) for word in bad_word_ids),
             grammar=grammar,
@@ -507,7 +550,8 @@ class Engine:
             return self.speculation.num_speculative_tokens
         asked, engines_own = params.num_speculative_tokens, self.speculation.num_speculative_tokens
         if asked > 0:
-            check_depth(asked, self.speculation.drafter, RequestError)
+            drafter = self.speculation.drafter
+            check_depth(asked, drafter, RequestError, is_tree=self._has_trees)
         if asked > engines_own and self._verification == "rejection":
             raise RequestError(
                 f"num_speculative_tokens={asked} is more than the engine keeps probabilities for",
@@ -531,17 +575,6 @@ class Engine:
     @property
     def _verification(self) -> Verification:
         return self.speculation.verification if self.speculation else "coupled"
-
-
-def check_depth(
-    num_speculative_tokens: int, drafter: Drafter, error: type[PeagleError] = ConfigError
-) -> None:
-    if num_speculative_tokens > drafter.max_speculative_tokens:
-        raise error(
-            f"num_speculative_tokens={num_speculative_tokens} is more than this "
-            f"{drafter.method} drafter can draft",
-            hint=f"use at most {drafter.max_speculative_tokens}",
-        )
 
 
 def _max_model_len(target: TargetModel, config: EngineConfig) -> int:

@@ -26,6 +26,7 @@ class HostBatch:
         self.capacity = column()  # tokens that its blocks hold
         self.per_step = column()  # tokens that a step may give: K + 1
         self.num_rows = column()  # rows that it computes: the same, or those of a tree
+        self.draft_rows = column()  # that its drafts take behind them in the drafter's cache
         self.sampling = column()  # an index of SAMPLINGS
         self.needs_host = column()  # 1: its logits are changed or read on the host
         self.ends_early = column()  # 1: it has ends of its own beside the engine's
@@ -47,9 +48,9 @@ class HostBatch:
         return highest
 
     def reach(self, slots: Column | slice = slice(None)) -> Column:
-        """Positions that one more step may write: its own rows, and behind them those of the
-        drafts for the step after it, of which the first and the last have none."""
-        ahead = np.maximum(self.per_step[slots] - 2, 0)
+        """Positions that one more step may write: its own rows, and behind those that it may
+        commit the rows of the drafts for the step after it."""
+        ahead = self.draft_rows[slots]
         most = np.maximum(self.per_step[slots] + ahead, self.num_rows[slots])
         end: Column = self.start(slots) + most
         return np.minimum(end, self.max_capacity[slots])

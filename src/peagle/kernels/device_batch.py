@@ -16,7 +16,9 @@ from torch import Tensor
 
 
 class TreeRows(NamedTuple):
-    """How the drafts of slots hang together; speculation/trees.py. int64, X slots of some kind."""
+    """How the drafts of slots hang together; speculation/trees.py. int64, X slots of some kind.
+    Of a pass over a tree whose first rows are in the cache, depths and ancestors are its own rows'.
+    """
 
     parents: Tensor  # [X, D]: rows
     depths: Tensor  # [X, D+1]: of rows, from the newest token's on
