@@ -137,6 +137,7 @@ class InFlight(NamedTuple):
     num_requests: int  # that were running
     host: HostSampling | None
     drafts: DraftChoice | None
+    is_tree: bool  # its drafts were
     is_alone: bool = False  # nothing ran beside it, neither prompt rows nor a step of the host's
 
 
@@ -283,7 +284,8 @@ class Engine:
         slots = [self.scheduler.running[n] for n in indices.tolist()]
         num_running = len(self.scheduler.running)
         serials = batch.serials[indices]
-        return InFlight(report, slots, indices, serials, num_running, host, drafts)
+        is_tree = shape.num_nodes is not None
+        return InFlight(report, slots, indices, serials, num_running, host, drafts, is_tree)
 
     def _with_drafts(
         self, shape: StepShape, slots: Column, drafts: DraftChoice | None
@@ -315,7 +317,8 @@ class Engine:
         batch.in_flight[indices[is_open]] -= 1
         batch.num_computed[indices[is_open]] += num_new[is_open]
         continues = is_open & self._continues(indices, rows)
-        usual = num_drafts[continues], num_new[continues] - 1
+        is_leaf = rows[:, -1] if step.is_tree else np.zeros_like(num_new)
+        usual = num_drafts[continues], num_new[continues] - 1, is_leaf[continues]
         batch.outcomes[indices[continues], *usual] += 1
         self._count(*usual, batch.per_step[indices[continues]] - 1)
         news = []
@@ -347,16 +350,10 @@ class Engine:
         rows = rows[: len(drafts.caps)]  # behind them: requests that came with their prompts
         num_new = rows[:, 0]
         num_drafts = np.where(num_new > 0, rows[:, 1], 0)  # 0: it had ended
-        outcomes = Outcomes(num_drafts, self._paths(rows, np.maximum(num_new - 1, 0)))
+        paths = _paths(rows, np.maximum(num_new - 1, 0), is_tree=step.is_tree)
+        outcomes = Outcomes(num_drafts, paths)
         is_alone = step.is_alone and len(step.slots) == len(rows)
         self.budget.observe(drafts, outcomes, seconds if is_alone else None)
-
-    def _paths(self, rows: NDArray[np.int64], num_accepted: Column) -> NDArray[np.int64]:
-        """Which drafts were accepted, counted from 1; 0 behind them."""
-        width = (rows.shape[1] - HEADER) // 2 if self._has_trees else rows.shape[1] - HEADER - 1
-        depth = np.arange(width)
-        paths = rows[:, rows.shape[1] - width :] if self._has_trees else depth + 1
-        return np.where(depth < num_accepted[:, None], paths, 0)
 
     def _continues(self, indices: Column, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Where tokens came, none of them may end the request, and its limit is not reached."""
@@ -371,15 +368,17 @@ class Engine:
         out: NDArray[np.bool_] = (num_new > 0) & is_short & ~ends.any(1) & is_usual
         return out
 
-    def _count(self, drafted: Column, kept: Column, depths: Column) -> None:
+    def _count(self, drafted: Column, kept: Column, is_leaf: Column, depths: Column) -> None:
         """Of requests that continue, with drafts of these depths."""
         self.stats.num_output_tokens += int(kept.sum()) + len(kept)
         size = self.scheduler.batch.outcomes.shape[1]
-        pairs = drafted * size + kept
+        numbers = (drafted * size + kept) * 2 + is_leaf
         for depth in set(depths.tolist()):  # mostly one
-            times = np.bincount(pairs[depths == depth])
-            for pair in np.flatnonzero(times).tolist():
-                self.stats.observe(pair // size, pair % size, int(times[pair]), depth)
+            times = np.bincount(numbers[depths == depth])
+            for number in np.flatnonzero(times).tolist():
+                pair, ends_in_leaf = divmod(number, 2)
+                outcome = *divmod(pair, size), int(times[number]), depth
+                self.stats.observe(*outcome, is_leaf=bool(ends_in_leaf))
 
     def _collect_one(self, step: InFlight, n: int, row: list[int]) -> list[NewTokens]:
         """A request that may have ended, that got nothing, or whose logits the host reads."""
@@ -393,9 +392,9 @@ class Engine:
         new = self._append(request, token_ids, logprobs)
         # Drafts behind the token that ended the request were verified for nothing.
         outcome = num_drafts, min(num_new - 1, len(new.token_ids))
-        depth = request.num_speculative_tokens
-        request.stats.observe(*outcome, depth=depth)
-        self.stats.observe(*outcome, depth=depth)
+        depth, is_leaf = request.num_speculative_tokens, step.is_tree and bool(row[-1])
+        request.stats.observe(*outcome, depth=depth, is_leaf=is_leaf)
+        self.stats.observe(*outcome, depth=depth, is_leaf=is_leaf)
         if not slot.closed:  # its minimum length may be reached
             needs_host = request.params.logprobs is not None or needs_adjustment(request)
             self.scheduler.batch.needs_host[slot.index] = needs_host
@@ -575,6 +574,14 @@ class Engine:
     @property
     def _verification(self) -> Verification:
         return self.speculation.verification if self.speculation else "coupled"
+
+
+def _paths(rows: NDArray[np.int64], num_accepted: Column, *, is_tree: bool) -> NDArray[np.int64]:
+    """Which drafts were accepted, counted from 1; 0 behind them."""
+    width = (rows.shape[1] - HEADER) // 2 - 1 if is_tree else rows.shape[1] - HEADER - 1
+    depth = np.arange(width)
+    paths = rows[:, -width - 1 : -1] if is_tree else depth + 1
+    return np.where(depth < num_accepted[:, None], paths, 0)
 
 
 def _max_model_len(target: TargetModel, config: EngineConfig) -> int:

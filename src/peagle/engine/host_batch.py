@@ -35,7 +35,8 @@ class HostBatch:
         size = max_drafts + 1
         self.offered = column()  # drafts that it may have had since `take_outcomes`
         self.expected = np.zeros(num_slots)  # those that were expected to be accepted
-        self.outcomes = np.zeros((num_slots, size, size), dtype=np.int64)  # [slot, drafted, kept]
+        # [slot, drafted, kept, whether a tree's path ended in a leaf]
+        self.outcomes = np.zeros((num_slots, size, size, 2), dtype=np.int64)
 
     def ready(self) -> NDArray[np.bool_]:
         """Slots whose prompt is done, and which the steps in flight are not sure to end."""
@@ -64,10 +65,10 @@ class HostBatch:
     def take_outcomes(self, slot: int, stats: SpecDecodeStats) -> None:
         """Adds the steps since it was last asked."""
         counts, depth = self.outcomes[slot], int(self.per_step[slot]) - 1
-        drafted, kept = np.nonzero(counts)
-        times = counts[drafted, kept]
-        for outcome in zip(drafted.tolist(), kept.tolist(), times.tolist(), strict=True):
-            stats.observe(*outcome, depth)
+        outcomes = np.argwhere(counts)
+        times = counts[tuple(outcomes.T)].tolist()
+        for (drafted, kept, is_leaf), number in zip(outcomes.tolist(), times, strict=True):
+            stats.observe(drafted, kept, number, depth, is_leaf=bool(is_leaf))
         stats.num_offered_tokens += int(self.offered[slot])
         stats.num_expected_tokens += float(self.expected[slot])
         counts[:] = self.offered[slot] = self.expected[slot] = 0

@@ -169,7 +169,8 @@ class Step:
             models.rows_per_depth,
         )
         if path is not None:
-            report = torch.cat((committed.report, path.rows[:, 1:]), dim=1)
+            walked = committed.report, path.rows[:, 1:], path.is_leaf[:, None]
+            report = torch.cat(walked, dim=1)
             committed = committed._replace(report=report)
         return Verified(counts, sampled.sampled_token_ids, committed, *states)
 

@@ -131,7 +131,9 @@ class StepCounts(NamedTuple):
 class Committed(NamedTuple):
     """What a step's verification left."""
 
-    report: Tensor  # [B, HEADER + K+1] int64: what the host reads; of trees, their paths follow
+    # [B, HEADER + K+1] int64: what the host reads; of trees, the K rows of their paths follow, and
+    # whether these end in a leaf.
+    report: Tensor
     num_outputs: Tensor  # [B] tokens generated so far, the new ones included
     num_drafts: Tensor  # [B] drafts that are made for its next step, one behind the other
     num_real: Tensor  # [B] new tokens, whose rows the drafter reads; 0 where it never will draft

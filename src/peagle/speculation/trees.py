@@ -50,6 +50,7 @@ class Walk(NamedTuple):
 
     num_accepted: Tensor  # [B]
     rows: Tensor  # [B, K+1]: row of each token on it, from row 0 on; then the last of them again
+    is_leaf: Tensor  # [B] bool: no node stands behind the last
 
 
 def max_tree_depth(method: str, max_speculative_tokens: int) -> int:
@@ -186,4 +187,5 @@ def walk_tree(
         row = torch.where(found, first + 1, row)
         num_accepted = num_accepted + found
         rows.append(row)
-    return Walk(num_accepted, torch.stack(rows, dim=1))
+    has_child = (is_there & (parents == row[:, None])).any(1)
+    return Walk(num_accepted, torch.stack(rows, dim=1), ~has_child)

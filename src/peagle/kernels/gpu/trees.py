@@ -460,8 +460,9 @@ def walk_tree(counts: StepCounts, sampled: Tensor, usable: Tensor, depth: int) -
     out = torch.empty(2, batch, depth + 1, dtype=torch.int64, device=sampled.device)
     path_usable = torch.empty(batch, depth + 1, dtype=torch.int8, device=sampled.device)
     drafts = torch.empty(batch, depth, dtype=torch.int64, device=sampled.device)
-    num_accepted = torch.empty(batch, dtype=torch.int64, device=sampled.device)
+    ends = torch.empty(2, batch, dtype=torch.int64, device=sampled.device)
     tokens, rows = out.unbind(0)
+    num_accepted, is_leaf = ends.unbind(0)
     walk_tree_kernel[(batch,)](
         counts.drafts,
         counts.tree.parents,
@@ -473,19 +474,21 @@ def walk_tree(counts: StepCounts, sampled: Tensor, usable: Tensor, depth: int) -
         rows,
         path_usable,
         num_accepted,
+        is_leaf,
         depth,
         num_nodes,
         ROWS=triton.next_power_of_2(num_nodes + 1),
         num_warps=1,
         **overlapping(),
     )
-    return TreePath(drafts, tokens, path_usable.view(torch.bool), rows, num_accepted)
+    return TreePath(drafts, tokens, path_usable.view(torch.bool), rows, num_accepted, is_leaf)
 
 
 @triton.jit
 def walk_tree_kernel(
     node_tokens, parents, num_drafts, sampled, usable, drafts, path_tokens, path_rows,
-    path_usable, num_accepted, depth, num_nodes, ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
+    path_usable, num_accepted, is_leaf, depth, num_nodes, ROWS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (B,). path_tokens, path_rows, path_usable  # [B, K+1]"""
     if OVERLAPS:
@@ -514,6 +517,8 @@ def walk_tree_kernel(
         taken += found.to(tl.int64)
         here = tl.where(found, child, here)
     tl.store(num_accepted + b, taken)
+    children = tl.sum((is_there & (parent == here)).to(tl.int32), 0)
+    tl.store(is_leaf + b, (children == 0).to(tl.int64))
 
 
 def move_rows(

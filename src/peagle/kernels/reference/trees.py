@@ -30,6 +30,7 @@ class TreePath(NamedTuple):
     usable: Tensor  # [B, K+1]
     rows: Tensor  # [B, K+1] where they stand
     num_accepted: Tensor  # [B]
+    is_leaf: Tensor  # [B] int64, 1: no node stands behind the last that it takes
 
 
 def top_tokens(
@@ -114,7 +115,7 @@ best_chain = trees.best_chain
 def walk_tree(counts: StepCounts, sampled: Tensor, usable: Tensor, depth: int) -> TreePath:
     """sampled, usable  # [B, N+1] of each row"""
     assert counts.tree is not None
-    num_accepted, rows = trees.walk_tree(
+    num_accepted, rows, is_leaf = trees.walk_tree(
         counts.drafts, counts.tree.parents, counts.num_drafts, sampled, depth
     )
     drafts = torch.full_like(rows[:, 1:], -1)
@@ -127,6 +128,7 @@ def walk_tree(counts: StepCounts, sampled: Tensor, usable: Tensor, depth: int) -
         usable.gather(1, rows),
         rows,
         num_accepted,
+        is_leaf.long(),
     )
 
 
