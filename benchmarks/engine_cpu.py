@@ -49,6 +49,8 @@ class OracleDrafter:
     aux_hidden_state_layers: tuple[int, ...] = ()
     cache_layout: CacheLayout | None = None
     max_speculative_tokens = 64
+    max_tree_depth = 0
+    rows_per_depth = 1
     max_positions: int | None = None
 
     def __init__(self, tokens: list[int]) -> None:

@@ -61,7 +61,7 @@ class SpeculativeConfig:
     model: str | None = None
     num_speculative_tokens: int | None = None  # None: the head's own advice, else the default
     # Drafts are a tree of so many tokens, `num_speculative_tokens` of them behind each other at
-    # most; None: a chain. P-EAGLE heads can, with verification "coupled".
+    # most; None: a chain. With verification "coupled".
     num_draft_nodes: int | None = None
     # auto: each step verifies as many drafts as pay, at most these; fixed: always as many.
     # None: auto for P-EAGLE heads where neither is given and everything else allows it.

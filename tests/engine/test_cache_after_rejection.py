@@ -7,7 +7,7 @@ So here its cache, its inputs and its drafts are compared with passes over the w
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,7 +16,10 @@ from torch import Tensor
 from peagle.engine.engine import Engine
 from peagle.engine.kv_cache import PagedKVCache
 from peagle.engine.scheduler import Slot
+from peagle.kernels.device_batch import DeviceBatch
 from peagle.kernels.reference.attention import PLAIN, Scores
+from peagle.kernels.reference.sampling import SamplingMetadata
+from peagle.kernels.reference.trees import top_tokens
 from peagle.models.attention import MaskedAttention, causal_attention
 from peagle.models.drafter import DraftBatch
 from peagle.models.eagle import EagleNetwork
@@ -25,6 +28,7 @@ from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.noise import gumbel_noise
 from peagle.speculation.sampling import SamplingRows, filter_logits, sample
+from peagle.speculation.trees import BEAM
 from tests.tiny import drafters, engines, naive
 from tests.tiny.engines import both_forms
 from tests.tiny.jobs import Job, prompts
@@ -124,17 +128,19 @@ def check_cache(
 @pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", ["p-eagle", "eagle3"])
+@pytest.mark.parametrize("name", ["p-eagle", "eagle3", "eagle3, trees"])
 def test_caches_equal_recomputation_after_every_step(
     name: str, dtype: torch.dtype, static: bool
 ) -> None:
-    network = SHALLOW.make_head(target(dtype), **HEADS[name])
+    is_tree = name.endswith("trees")
+    network = SHALLOW.make_head(target(dtype), **HEADS[name.removesuffix(", trees")])
     # Right drafts now and then, so that steps accept none, some and all.
     answers = naive.known(target(dtype), jobs())
     drafter = drafters.ScriptedHead(network, drafters.Script(answers, seed=2))
-    engine = engines.make_engine(
-        target(dtype), drafter, 5, max_num_batched_tokens=24, static=static
-    )
+    if is_tree:
+        drafter = drafters.ScriptedBeam(network, answers, (0, 1, 2, 8))
+    options = {"max_num_batched_tokens": 24, "nodes": 7 if is_tree else None}
+    engine = engines.make_engine(target(dtype), drafter, 5, static=static, **options)
     for n, job in enumerate(jobs()):
         engine.add_request(str(n), job.prompt, job.params)
     num_checked = num_prompting = 0
@@ -233,6 +239,100 @@ def test_drafts_equal_those_of_a_drafter_that_recomputes_everything(
             assert drafts == naive_drafts(target(), network, job, history, count)
             num_checked += 1
     assert num_checked > 8
+
+
+class Path(NamedTuple):
+    tokens: tuple[int, ...]
+    score: float
+    embeddings: Tensor  # of all rows that lead to it
+    features: Tensor
+
+
+def naive_tree(
+    model: TargetModel, network: EagleNetwork, job: Job, history: list[int], depth: int
+) -> list[Path]:
+    """EAGLE-3's beam, each path by passes of its own over all its rows; the best paths first."""
+    layers = network.config.aux_hidden_state_layer_ids
+    aux_hidden_states = naive.aux_hidden_states_of(model, history[:-1], layers)
+    rows = network.embed(torch.tensor(history[1:])), network.features(aux_hidden_states)
+    beam, pool = [Path((), 0.0, *rows)], list[Path]()
+    for level in range(depth):
+        found = [new for path in beam for new in continuations(network, path, job, history, level)]
+        beam = sorted(found, key=lambda path: -path.score)[:BEAM]
+        pool += found
+    return sorted(pool, key=lambda path: -path.score)
+
+
+def continuations(
+    network: EagleNetwork, path: Path, job: Job, history: list[int], depth: int
+) -> list[Path]:
+    hidden = whole_pass(network, path.embeddings, path.features)[-1:]
+    p, metadata = job.params, None
+    if not p.greedy:
+        position = len(history) - len(job.prompt) + depth
+        numbers = [p.temperature], [p.top_k], [p.top_p], [p.min_p], [p.seed], [position]
+        metadata = SamplingMetadata(*map(torch.tensor, numbers))
+    best = top_tokens(network.logits(hidden), metadata, network.target_ids, BEAM)
+    state = network.norm(hidden) if network.config.norm_output else hidden
+    return [
+        Path(
+            (*path.tokens, token),
+            path.score + log_prob,
+            torch.cat((path.embeddings, network.embed(torch.tensor([token])))),
+            torch.cat((path.features, state)),
+        )
+        for token, log_prob in zip(
+            best.token_ids[0].tolist(), best.log_probs[0].tolist(), strict=True
+        )
+    ]
+
+
+def paths_of(state: DeviceBatch, slot: int, count: int) -> list[tuple[int, ...]]:
+    assert state.trees is not None
+    paths: list[tuple[int, ...]] = [()]
+    rows = zip(state.drafts[slot].tolist(), state.trees.parents[slot].tolist(), strict=True)
+    for token, parent in list(rows)[:count]:
+        paths.append((*paths[parent], token))
+    return paths[1:]
+
+
+@pytest.mark.slow
+@both_forms
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("name", ["eagle3, normed output", "eagle3, few positions"])
+def test_trees_equal_those_of_a_beam_that_runs_every_path_by_itself(
+    name: str, sampled: bool, static: bool
+) -> None:
+    network = SHALLOW.make_head(target(), **HEADS[name])
+    mode = SamplingParams(seed=3, temperature=0.8, top_k=12, max_tokens=9) if sampled else GREEDY
+    asked = [Job(p, mode) for p in PROMPTS[:3]]
+    answers = naive.known(target(), asked)
+    options = {"max_num_batched_tokens": 40, "block_size": 2, "nodes": 20}
+    engine = engines.make_engine(
+        target(), head_drafter(network), 3, static=static, auto=True, **options
+    )
+    state = engine.runner.models.state
+    for n, job in enumerate(asked):
+        engine.add_request(str(n), job.prompt, job.params)
+    checked, num_steps = set[int](), 0
+    while engine.has_unfinished:
+        engine.step()
+        num_steps += 1
+        for slot in engine.scheduler.running.values():
+            count, length = int(state.num_drafts[slot.index]), num_cached(engine, slot) + 1
+            job = asked[int(slot.request.request_id)]
+            in_reach = network.config.max_position_embeddings + 2 - length
+            depth = min(3, len(job.prompt) + slot.request.max_tokens - length - 1, in_reach)
+            if not count or (num_steps % 3 and depth == 3):
+                continue
+            best = naive_tree(target(), network, job, answer_of(answers, slot)[:length], depth)
+            best = [path for path in best if path.score > -torch.inf][:20]
+            assert paths_of(state, slot.index, count) == [path.tokens for path in best]
+            if state.draft_scores is not None:
+                kept = state.draft_scores[slot.index, :count].tolist()
+                assert kept == pytest.approx([path.score for path in best], abs=1e-5)
+            checked.add(depth)
+    assert checked == {1, 2, 3}
 
 
 class RowCheck(drafters.ScriptedHead):

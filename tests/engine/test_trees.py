@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -11,10 +12,13 @@ from hypothesis import strategies as st
 
 from peagle.engine.engine import Speculation
 from peagle.errors import ConfigError, RequestError
-from peagle.models.drafter import Drafter
+from peagle.models.drafter import DraftBatch, Drafter
+from peagle.models.eagle3 import Eagle3Drafter
+from peagle.models.ngram import NgramDrafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.statistics import SpecDecodeStats
+from peagle.speculation.trees import BEAM, Lattice
 from tests.tiny import drafters, engines, naive
 from tests.tiny.jobs import GREEDY, Job, prompts
 from tests.tiny.models import SHALLOW, head_drafter
@@ -52,6 +56,21 @@ def corrected() -> Drafter:
     return head_drafter(SHALLOW.make_head(target(), correction_size=20))
 
 
+@cache
+def eagle3() -> Drafter:
+    return head_drafter(SHALLOW.make_head(target(), "eagle3", norm_output=True))
+
+
+def all_drafters(jobs: list[Job]) -> list[Drafter]:
+    """Trees out of one pass, right and wrong; of a beam, likewise; and of earlier matches."""
+    return [scripted(jobs), head(), corrected(), beam(jobs), eagle3(), NgramDrafter(1, 3)]
+
+
+def beam(jobs: list[Job], ranks: tuple[int, ...] = (0, 1, 2, 7)) -> drafters.ScriptedBeam:
+    network = SHALLOW.make_head(target(), "eagle3")
+    return drafters.ScriptedBeam(network, naive.known(target(), jobs), ranks)
+
+
 def scripted(jobs: list[Job], ranks: tuple[int, ...] = (0, 1, 2, 7)) -> drafters.ScriptedTrees:
     return drafters.ScriptedTrees(SHALLOW.make_head(target()), naive.known(target(), jobs), ranks)
 
@@ -62,10 +81,10 @@ def jobs_of(params: list[SamplingParams], count: int, seed: int = 1) -> list[Job
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("k", "nodes"), [(1, 1), (1, 8), (2, 5), (4, 3), (4, 12), (6, 30)])
+@pytest.mark.parametrize(("k", "nodes"), [(1, 1), (1, 8), (2, 5), (4, 3), (4, 12), (8, 30)])
 def test_greedy_answers_are_plain_decodings(k: int, nodes: int) -> None:
-    jobs = jobs_of([GREEDY], 4)
-    for drafter in (scripted(jobs), head(), corrected()):
+    jobs = jobs_of([GREEDY], 3)
+    for drafter in all_drafters(jobs):
         requests, _ = engines.run_both(target(), drafter, k, jobs, nodes=nodes)
         naive.check(target(), requests, jobs)
 
@@ -78,7 +97,7 @@ def test_with_every_sampling_parameter_answers_are_plain_decodings(
         job._replace(bad_word_ids=BAD_WORDS if params is HOST and n % 2 else ())
         for n, job in enumerate(jobs_of(params, 6))
     ]
-    for drafter in (scripted(jobs), head(), corrected()):
+    for drafter in all_drafters(jobs):
         requests, _ = engines.run_both(target(), drafter, 4, jobs, nodes=12)
         naive.check(target(), requests, jobs)
 
@@ -95,21 +114,23 @@ def test_logprobs_are_those_of_plain_decoding() -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=8)
 @given(
     st.integers(0, 1000),
     st.integers(1, 6),
     st.integers(1, 20),
     st.lists(st.integers(0, 7), min_size=1, max_size=3),
     st.integers(40, 90),
+    st.booleans(),
 )
 def test_any_trees_under_preemption_leave_the_answers_alone(
-    seed: int, k: int, nodes: int, ranks: list[int], room: int
+    seed: int, k: int, nodes: int, ranks: list[int], room: int, is_beam: bool
 ) -> None:
     jobs = jobs_of([GREEDY, SAMPLED[3]], 4, seed)
-    drafter = scripted(jobs, tuple(ranks))
+    drafter = (beam if is_beam else scripted)(jobs, tuple(ranks))
     options = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "max_model_len": 36}
-    options |= engines.room_for(room + nodes, target(), drafter)
+    slack = Speculation(drafter, k, num_draft_nodes=min(nodes, 8)).cache_slack
+    options |= engines.room_for(room + max(nodes, slack), target(), drafter)
     nodes = min(nodes, 8) if k == 1 else nodes
     for static in (False, True):
         engine = engines.make_engine(target(), drafter, k, nodes=nodes, static=static, **options)
@@ -151,14 +172,18 @@ def test_by_rejection_drafts_are_drawn_without_the_correction() -> None:
     ]
 
 
-def test_a_tree_with_the_right_tokens_is_accepted_to_its_full_depth() -> None:
+@pytest.mark.parametrize("make", [scripted, beam])
+def test_a_tree_with_the_right_tokens_is_accepted_to_its_full_depth(
+    make: Callable[..., Drafter],
+) -> None:
     jobs = [Job(p, SamplingParams(temperature=0.0, max_tokens=41)) for p in prompts(2, seed=3)]
-    drafter = scripted(jobs, (1,))  # never the best candidate
+    drafter = make(jobs, (1,))  # never the best candidate
     [first, _], engine = engines.run_both(target(), drafter, 3, jobs, nodes=40)
     stats = first.stats
     assert stats.num_accepted_tokens_per_pos[:2] == [stats.num_drafts] * 2
     assert len(stats.num_draft_tokens_per_pos) == 3
     assert stats.mean_acceptance_length > 3.5
+    assert stats.conditional_acceptance[:2] == [1.0, 1.0]
     chain, _ = engines.run_both(target(), drafter, 3, jobs)
     assert chain[0].stats.num_accepted_tokens < stats.num_accepted_tokens
     assert engine.stats.num_accepted_tokens_per_pos[0] > 0
@@ -170,8 +195,9 @@ def test_requests_have_trees_of_their_own_size() -> None:
         Job(p, SamplingParams(temperature=0.0, max_tokens=14, num_draft_nodes=n))
         for p, n in zip(prompts(4, seed=2), own, strict=True)
     ]
-    requests, engine = engines.run_both(target(), scripted(jobs, (0,)), 4, jobs, nodes=9)
-    naive.check(target(), requests, jobs)
+    for drafter in (scripted(jobs, (0,)), beam(jobs, (0,))):
+        requests, engine = engines.run_both(target(), drafter, 4, jobs, nodes=9)
+        naive.check(target(), requests, jobs)
     sizes = [r.stats.num_draft_tokens / max(r.stats.num_drafts, 1) for r in requests]
     assert sizes == pytest.approx([*own[:3], 9], abs=0.01)
     with pytest.raises(RequestError, match="num_draft_nodes=10 is more than the engine drafts"):
@@ -184,8 +210,9 @@ def test_requests_of_their_own_depth_stand_beside_each_other() -> None:
         Job(p, SamplingParams(temperature=0.0, max_tokens=14, num_speculative_tokens=k))
         for p, k in zip(prompts(4, seed=2), own, strict=True)
     ]
-    requests, engine = engines.run_both(target(), scripted(jobs, (0,)), 4, jobs, nodes=9)
-    naive.check(target(), requests, jobs)
+    for drafter in (scripted(jobs, (0,)), beam(jobs, (0,))):
+        requests, engine = engines.run_both(target(), drafter, 4, jobs, nodes=9)
+        naive.check(target(), requests, jobs)
     depths = [len([n for n in r.stats.num_accepted_tokens_per_pos if n]) for r in requests]
     assert depths == [0, 1, 2, 4]
     assert [len(r.stats.num_draft_tokens_per_pos) for r in requests] == depths
@@ -206,14 +233,56 @@ def test_a_request_may_ask_for_a_deeper_tree_than_the_engines() -> None:
     assert [len(r.stats.num_draft_tokens_per_pos) for r in requests] == [9, 3, 2]
 
 
-def test_blocks_are_taken_for_all_nodes_even_where_there_are_few() -> None:
+@pytest.mark.parametrize("make", [scripted, beam])
+def test_blocks_are_taken_for_all_rows_even_where_there_are_few(
+    make: Callable[..., Drafter],
+) -> None:
     jobs = [Job(p, GREEDY) for p in prompts(2, seed=4)]
-    drafter, drafted = scripted(jobs, (1,)), []
+    drafter, drafted = make(jobs, (1,)), []
     for slots in (8, 1):  # the cache has room for as many requests
         options = {"max_model_len": 40, "max_num_seqs": slots}
-        requests, _ = engines.run_both(target(), drafter, 2, jobs, nodes=20, **options)
-        drafted.append([r.stats.num_draft_tokens for r in requests])
+        requests, _ = engines.run_both(target(), drafter, 4, jobs, nodes=20, **options)
+        drafted.append([r.stats.num_draft_tokens_per_pos for r in requests])
+        drafted[-1].append([r.stats.num_draft_tokens for r in requests])
     assert drafted[0] == drafted[1]
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_rows_of_a_beam_stay_within_the_blocks_of_their_request(static: bool) -> None:
+    """And they find room up to the last step that drafts."""
+    jobs = [Job(p, SamplingParams(temperature=0.0, max_tokens=12)) for p in prompts(3, seed=4)]
+    drafter, seen = eagle3(), []
+    lattice = drafter.lattice  # type: ignore[attr-defined]
+    engine = engines.make_engine(target(), drafter, 8, nodes=9, static=static, max_model_len=40)
+
+    def watch(batch: DraftBatch) -> Lattice | None:
+        capacity = engine.runner.models.state.capacity[batch.slots]
+        last = batch.starts + batch.num_real - 1 + (batch.num_drafts - 1) * BEAM
+        drafts = batch.num_drafts > 0
+        assert bool((last < capacity)[drafts].all())
+        until_end = engine.runner.models.state.limits[batch.slots] - (
+            batch.starts + batch.num_real + 2
+        )
+        assert torch.equal(batch.num_drafts[drafts], until_end.clamp(max=8)[drafts])
+        seen.extend(batch.num_drafts[drafts].tolist())
+        return lattice(batch)  # type: ignore[no-any-return]
+
+    drafter.lattice = watch  # type: ignore[attr-defined]
+    try:
+        naive.check(target(), engines.run(engine, jobs), jobs)
+    finally:
+        drafter.lattice = lattice  # type: ignore[attr-defined]
+    assert set(seen) >= {1, 2, 8}
+
+
+def test_a_beam_of_one_path_drafts_the_chain() -> None:
+    jobs = jobs_of([GREEDY, SAMPLED[3]], 4)
+    network = SHALLOW.make_head(target(), "eagle3")
+    trees, _ = engines.run_both(target(), Eagle3Drafter(network, beam=1), 4, jobs, nodes=4)
+    chains, _ = engines.run_both(target(), Eagle3Drafter(network), 4, jobs)
+    for ours, theirs in zip(trees, chains, strict=True):
+        assert ours.stats.num_accepted_tokens == theirs.stats.num_accepted_tokens
+        assert ours.stats.num_steps == theirs.stats.num_steps
 
 
 def test_float32_kernels_take_trees_and_give_plain_decodings_answers() -> None:
@@ -226,10 +295,31 @@ def test_float32_kernels_take_trees_and_give_plain_decodings_answers() -> None:
     assert sum(r.stats.num_accepted_tokens for r in requests) > 20
 
 
+def test_a_path_that_ends_in_a_leaf_is_not_rejected() -> None:
+    """Right tokens alone, in trees that are not as deep as they may be."""
+    jobs = [Job(p, SamplingParams(temperature=0.0, max_tokens=25)) for p in prompts(2, seed=3)]
+    requests, engine = engines.run_both(target(), scripted(jobs, (2,)), 6, jobs, nodes=12)
+    total = SpecDecodeStats()
+    for request in requests:
+        total.merge(request.stats)
+    assert total.num_reached_tokens_per_pos == engine.stats.num_reached_tokens_per_pos
+    reached, accepted = total.num_reached_tokens_per_pos, total.num_accepted_tokens_per_pos
+    assert 0 < total.num_accepted_tokens < 6 * total.num_drafts
+    # Nothing was refused but what stood beside the right token at a depth that had it not.
+    assert all(a <= r for a, r in zip(accepted, reached, strict=True))
+    before = [total.num_drafts, *accepted[:-1]]
+    assert any(r < b for r, b in zip(reached, before, strict=True))
+
+
 def test_what_cannot_be_a_tree_is_refused() -> None:
-    eagle3 = head_drafter(SHALLOW.make_head(target(), "eagle3"))
-    with pytest.raises(ConfigError, match="eagle3 cannot draft trees"):
-        Speculation(eagle3, 4, num_draft_nodes=9)
+    with pytest.raises(ConfigError, match="scripted cannot draft trees"):
+        Speculation(drafters.random_drafts(), 4, num_draft_nodes=9)
+    with pytest.raises(ConfigError, match="num_speculative_tokens=9 is more than") as caught:
+        Speculation(eagle3(), 9, num_draft_nodes=9)
+    assert caught.value.hint == "use at most 8"
+    engine = engines.make_engine(target(), eagle3(), 4, nodes=9)
+    with pytest.raises(RequestError, match="this eagle3 drafter can draft in trees"):
+        engine.add_request("x", [1], SamplingParams(num_speculative_tokens=9))
     with pytest.raises(ConfigError, match="rejection verifies chains"):
         Speculation(head(), 4, "rejection", num_draft_nodes=9)
     with pytest.raises(ConfigError, match="more than a tree of depth 1") as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ from peagle.engine.blocks import BlockTable
 from peagle.engine.engine import Engine
 from peagle.engine.kv_cache import PagedKVCache
 from peagle.engine.row_layouts import ExactLayout, PagedModel
+from peagle.kernels.reference.trees import Candidates
 from peagle.kernels.step_ops import step_ops
 from peagle.models.drafter import (
     CacheLayout,
@@ -38,6 +40,8 @@ class ScriptedDrafter:
     method = "scripted"
     cache_layout: CacheLayout | None = None
     max_speculative_tokens = 64
+    max_tree_depth = 0
+    rows_per_depth = 1
     max_positions: int | None = None
 
     aux_hidden_state_layers: tuple[int, ...] = ()
@@ -140,6 +144,8 @@ class ScriptedHead:
         self.cache_layout = self.head.cache_layout
         self.max_positions = self.head.max_positions
         self.max_speculative_tokens = self.head.max_speculative_tokens
+        self.max_tree_depth = self.head.max_tree_depth
+        self.rows_per_depth = self.head.rows_per_depth
         self.engine: Engine | None = None  # make_engine says which
 
     def feed(self, batch: DraftBatch) -> None:
@@ -198,6 +204,34 @@ class ScriptedTrees(ScriptedHead):
         others = rng.sample([t for t in range(VOCAB) if t != right], BEAM)
         rank = rng.choice(self.ranks)
         return [*others[:rank], right, *others[rank:]]
+
+
+class ScriptedBeam(ScriptedTrees):
+    """The same candidates behind every path of an EAGLE-3 head's beam, whose rows it runs."""
+
+    def lattice(self, batch: DraftBatch) -> Lattice | None:
+        assert self.engine is not None
+        num_tokens = (batch.starts + batch.num_real + 1).tolist()
+        asked = [
+            self.engine.scheduler.running[slot].request.prompt_token_ids if count else None
+            for slot, count in zip(batch.slots.tolist(), batch.num_drafts.tolist(), strict=True)
+        ]
+
+        def candidates(
+            output: OutputRows, packing: Packing, depth: int | None = None, count: int = BEAM
+        ) -> Candidates:
+            assert depth is not None
+            tokens = torch.zeros(len(asked), 1, count, dtype=torch.int64)
+            for row, prompt in enumerate(asked):
+                if prompt is not None:
+                    own = self._candidates(prompt, num_tokens[row] + depth)[:count]
+                    tokens[row, 0] = torch.tensor(own)
+            log_probs = (2.0 - torch.arange(9)).log_softmax(0)[:count]
+            shape = len(asked), packing.rows_per_item, count
+            return Candidates(tokens.expand(shape), log_probs.expand(shape))
+
+        scripted = dataclasses.replace(batch, candidates=candidates)
+        return self.head.lattice(scripted)  # type: ignore[attr-defined, no-any-return]
 
 
 def propose(

@@ -23,6 +23,7 @@ from peagle.kernels.step_ops import step_ops
 from peagle.models.drafter import CacheLayout, Drafter, HostDrafter, NetworkDrafter
 from peagle.models.target import TargetModel
 from peagle.speculation.budget import DraftBudget
+from peagle.speculation.draft_limit import num_draft_rows
 
 if TYPE_CHECKING:
     from peagle.engine.engine import Speculation
@@ -80,8 +81,9 @@ def make_runner(
         draft_cache = cache_of(*own) if groups.num_planes is None else cache.shared_with(*own)
         drafting = Drafting(cast(NetworkDrafter, drafter), PagedModel(draft_cache, reach - 1))
     model = PagedModel(cache, target.config.max_position_embeddings - 1)
+    rows_per_depth = speculation.rows_per_depth if speculation else 1
     models = StepModels(
-        target, model, drafting, reach + 1, state, ops, layout, allocator.block_size
+        target, model, drafting, reach + 1, state, ops, layout, allocator.block_size, rows_per_depth
     )
     return Runner(models, tables, static=static)
 
@@ -108,6 +110,7 @@ def make_budget(
         max_rows=max_rows,
         pad=partial(padded, sizes=BATCH_SIZES) if runner.static else None,
         scores=scores if state.draft_scores is not None and state.trees is not None else None,
+        depth_is_free=runner.models.drafting is None,
     )
 
 
@@ -121,12 +124,21 @@ def _max_drafts(speculation: Speculation | None) -> int:
 
 
 def drafts_per_step(speculation: Speculation | None) -> tuple[int, int]:
-    """Of one request, or how deep they are: as a rule, and at most."""
+    """Of one request, in rows of either cache: as a rule, and at most."""
     if speculation is None:
         return 0, 0
-    usual = max(speculation.num_speculative_tokens, speculation.num_draft_nodes or 0)
-    deepest = min(speculation.drafter.max_speculative_tokens, MAX_SPECULATIVE_TOKENS)
-    return usual, max(usual, deepest)
+    usual, deepest = speculation.num_speculative_tokens, speculation.drafter.max_tree_depth
+    if speculation.num_draft_nodes is None:
+        deepest = min(speculation.drafter.max_speculative_tokens, MAX_SPECULATIVE_TOKENS)
+    rows = [
+        max(
+            depth,
+            speculation.num_draft_nodes or 0,
+            num_draft_rows(depth, speculation.rows_per_depth),
+        )
+        for depth in (usual, max(usual, deepest))
+    ]
+    return rows[0], rows[1]
 
 
 def draft_probs_shape(

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -36,10 +36,11 @@ from peagle.engine.scheduler import Chunk, Schedule, Scheduler, Slot
 from peagle.engine.step import StepShape
 from peagle.errors import ConfigError, PeagleError, RequestError
 from peagle.kernels.device_batch import HEADER
-from peagle.models.drafter import Drafter
+from peagle.models.drafter import Drafter, HostTreeDrafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.budget import DraftChoice, Outcomes
+from peagle.speculation.draft_limit import cache_slack
 from peagle.speculation.statistics import SpecDecodeStats
 from peagle.speculation.trees import BEAM, num_candidates
 
@@ -55,9 +56,9 @@ class Speculation:
     is_auto: bool = False  # these are upper limits, and each step verifies as many as pay
 
     def __post_init__(self) -> None:
-        check_depth(self.num_speculative_tokens, self.drafter)
-        if self.num_draft_nodes is not None:
-            self._check_tree(self.num_draft_nodes)
+        check_drafts(
+            self.drafter, self.num_speculative_tokens, self.num_draft_nodes, self.verification
+        )
         if self.is_auto and self.verification == "rejection":
             raise ConfigError(
                 "speculation auto verifies by coupling, not by rejection",
@@ -66,26 +67,62 @@ class Speculation:
 
     @property
     def cache_slack(self) -> int:
-        """As Request.cache_slack, at most."""
-        return max((self.num_draft_nodes or 0) - 1, 0)
+        """As Request.cache_slack, at most: requests may ask for deeper trees than the engine's."""
+        return cache_slack(self.drafter.max_tree_depth, self.num_draft_nodes, self.rows_per_depth)
 
-    def _check_tree(self, num_nodes: int) -> None:
-        if not hasattr(self.drafter, "lattice"):
+    @property
+    def rows_per_depth(self) -> int:
+        """That drafts take in the drafter's cache."""
+        return 1 if self.num_draft_nodes is None else self.drafter.rows_per_depth
+
+
+class DraftLimits(Protocol):
+    """What is known of a drafter before it is loaded: some of `Drafter`."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def max_speculative_tokens(self) -> int: ...
+    @property
+    def max_tree_depth(self) -> int: ...
+
+
+def check_drafts(
+    limits: DraftLimits, depth: int, num_nodes: int | None, verification: Verification
+) -> None:
+    """Whether a drafter can draft so many, and whether they can be verified so."""
+    if num_nodes is not None:
+        if not limits.max_tree_depth:
             raise ConfigError(
-                f"num_draft_nodes={num_nodes}, but {self.drafter.method} cannot draft trees",
-                hint="use a P-EAGLE head, or drop it",
+                f"num_draft_nodes={num_nodes}, but {limits.method} cannot draft trees",
+                hint="drop it",
             )
-        if self.verification == "rejection":
+        if verification == "rejection":
             raise ConfigError(
                 "rejection verifies chains, not trees", hint="use verification coupled"
             )
-        most = min(MAX_DRAFT_NODES, num_candidates(self.num_speculative_tokens, BEAM))
-        if num_nodes > most:
-            raise ConfigError(
-                f"num_draft_nodes={num_nodes} is more than a tree of depth "
-                f"{self.num_speculative_tokens} can have",
-                hint=f"use at most {most}",
-            )
+    check_depth(depth, limits, is_tree=num_nodes is not None)
+    most = min(MAX_DRAFT_NODES, num_candidates(depth, BEAM))
+    if num_nodes is not None and num_nodes > most:
+        raise ConfigError(
+            f"num_draft_nodes={num_nodes} is more than a tree of depth {depth} can have",
+            hint=f"use at most {most}",
+        )
+
+
+def check_depth(
+    depth: int,
+    limits: DraftLimits,
+    error: type[PeagleError] = ConfigError,
+    *,
+    is_tree: bool,
+) -> None:
+    most = limits.max_tree_depth if is_tree else limits.max_speculative_tokens
+    if depth > most:
+        what = f"this {limits.method} drafter can draft" + (" in trees" if is_tree else "")
+        raise error(
+            f"num_speculative_tokens={depth} is more than {what}", hint=f"use at most {most}"
+        )
 
 
 class NewTokens(NamedTuple):
@@ -106,6 +143,7 @@ class InFlight(NamedTuple):
     num_requests: int  # that were running
     host: HostSampling | None
     drafts: DraftChoice | None
+    is_tree: bool  # its drafts were
     is_alone: bool = False  # nothing ran beside it, neither prompt rows nor a step of the host's
 
 
@@ -256,7 +294,8 @@ class Engine:
         slots = [self.scheduler.running[n] for n in indices.tolist()]
         num_running = len(self.scheduler.running)
         serials = batch.serials[indices]
-        return InFlight(report, slots, indices, serials, num_running, host, drafts)
+        is_tree = shape.num_nodes is not None
+        return InFlight(report, slots, indices, serials, num_running, host, drafts, is_tree)
 
     def _with_drafts(
         self, shape: StepShape, slots: Column, drafts: DraftChoice | None
@@ -288,7 +327,8 @@ class Engine:
         batch.in_flight[indices[is_open]] -= 1
         batch.num_computed[indices[is_open]] += num_new[is_open]
         continues = is_open & self._continues(indices, rows)
-        usual = num_drafts[continues], num_new[continues] - 1
+        is_leaf = rows[:, -1] if step.is_tree else np.zeros_like(num_new)
+        usual = num_drafts[continues], num_new[continues] - 1, is_leaf[continues]
         batch.outcomes[indices[continues], *usual] += 1
         self._count(*usual, batch.per_step[indices[continues]] - 1)
         news = []
@@ -320,16 +360,10 @@ class Engine:
         rows = rows[: len(drafts.caps)]  # behind them: requests that came with their prompts
         num_new = rows[:, 0]
         num_drafts = np.where(num_new > 0, rows[:, 1], 0)  # 0: it had ended
-        outcomes = Outcomes(num_drafts, self._paths(rows, np.maximum(num_new - 1, 0)))
+        paths = _paths(rows, np.maximum(num_new - 1, 0), is_tree=step.is_tree)
+        outcomes = Outcomes(num_drafts, paths)
         is_alone = step.is_alone and len(step.slots) == len(rows)
         self.budget.observe(drafts, outcomes, seconds if is_alone else None)
-
-    def _paths(self, rows: NDArray[np.int64], num_accepted: Column) -> NDArray[np.int64]:
-        """Which drafts were accepted, counted from 1; 0 behind them."""
-        width = (rows.shape[1] - HEADER) // 2 if self._has_trees else rows.shape[1] - HEADER - 1
-        depth = np.arange(width)
-        paths = rows[:, rows.shape[1] - width :] if self._has_trees else depth + 1
-        return np.where(depth < num_accepted[:, None], paths, 0)
 
     def _continues(self, indices: Column, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Where tokens came, none of them may end the request, and its limit is not reached."""
@@ -344,15 +378,17 @@ class Engine:
         out: NDArray[np.bool_] = (num_new > 0) & is_short & ~ends.any(1) & is_usual
         return out
 
-    def _count(self, drafted: Column, kept: Column, depths: Column) -> None:
+    def _count(self, drafted: Column, kept: Column, is_leaf: Column, depths: Column) -> None:
         """Of requests that continue, with drafts of these depths."""
         self.stats.num_output_tokens += int(kept.sum()) + len(kept)
         size = self.scheduler.batch.outcomes.shape[1]
-        pairs = drafted * size + kept
+        numbers = (drafted * size + kept) * 2 + is_leaf
         for depth in set(depths.tolist()):  # mostly one
-            times = np.bincount(pairs[depths == depth])
-            for pair in np.flatnonzero(times).tolist():
-                self.stats.observe(pair // size, pair % size, int(times[pair]), depth)
+            times = np.bincount(numbers[depths == depth])
+            for number in np.flatnonzero(times).tolist():
+                pair, ends_in_leaf = divmod(number, 2)
+                outcome = *divmod(pair, size), int(times[number]), depth
+                self.stats.observe(*outcome, is_leaf=bool(ends_in_leaf))
 
     def _collect_one(self, step: InFlight, n: int, row: list[int]) -> list[NewTokens]:
         """A request that may have ended, that got nothing, or whose logits the host reads."""
@@ -366,9 +402,9 @@ class Engine:
         new = self._append(request, token_ids, logprobs)
         # Drafts behind the token that ended the request were verified for nothing.
         outcome = num_drafts, min(num_new - 1, len(new.token_ids))
-        depth = request.num_speculative_tokens
-        request.stats.observe(*outcome, depth=depth)
-        self.stats.observe(*outcome, depth=depth)
+        depth, is_leaf = request.num_speculative_tokens, step.is_tree and bool(row[-1])
+        request.stats.observe(*outcome, depth=depth, is_leaf=is_leaf)
+        self.stats.observe(*outcome, depth=depth, is_leaf=is_leaf)
         if not slot.closed:  # its minimum length may be reached
             needs_host = request.params.logprobs is not None or needs_adjustment(request)
             self.scheduler.batch.needs_host[slot.index] = needs_host
@@ -381,9 +417,14 @@ class Engine:
         asked = [s for s in slots if allowed[s.index] > 0]
         if not asked:
             return
-        drafts = self._host_drafter.propose(
-            [s.request.token_ids for s in asked], [allowed[s.index] for s in asked]
-        )
+        histories = [s.request.token_ids for s in asked]
+        counts = [allowed[s.index] for s in asked]
+        if self._has_trees:
+            drafter = cast(HostTreeDrafter, self._host_drafter)
+            depths = self.runner.num_depths([s.index for s in asked])
+            drafts = drafter.propose_trees(histories, counts, depths)
+        else:
+            drafts = self._host_drafter.propose(histories, counts)
         self.runner.set_drafts([s.index for s in asked], drafts)
         self.clock.count_draft(perf_counter() - begun, len(self.scheduler.running))
 
@@ -446,6 +487,7 @@ class Engine:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             num_speculative_tokens=depth,
             num_draft_nodes=self._num_draft_nodes(params, depth),
+            rows_per_depth=self.speculation.rows_per_depth if self.speculation else 1,
             stop_token_ids=frozenset(ends),
             bad_word_ids=tuple(tuple(word) for word in bad_word_ids),
             grammar=grammar,
@@ -517,7 +559,8 @@ class Engine:
             return self.speculation.num_speculative_tokens
         asked, engines_own = params.num_speculative_tokens, self.speculation.num_speculative_tokens
         if asked > 0:
-            check_depth(asked, self.speculation.drafter, RequestError)
+            drafter = self.speculation.drafter
+            check_depth(asked, drafter, RequestError, is_tree=self._has_trees)
         if asked > engines_own and self._verification == "rejection":
             raise RequestError(
                 f"num_speculative_tokens={asked} is more than the engine keeps probabilities for",
@@ -543,15 +586,12 @@ class Engine:
         return self.speculation.verification if self.speculation else "coupled"
 
 
-def check_depth(
-    num_speculative_tokens: int, drafter: Drafter, error: type[PeagleError] = ConfigError
-) -> None:
-    if num_speculative_tokens > drafter.max_speculative_tokens:
-        raise error(
-            f"num_speculative_tokens={num_speculative_tokens} is more than this "
-            f"{drafter.method} drafter can draft",
-            hint=f"use at most {drafter.max_speculative_tokens}",
-        )
+def _paths(rows: NDArray[np.int64], num_accepted: Column, *, is_tree: bool) -> NDArray[np.int64]:
+    """Which drafts were accepted, counted from 1; 0 behind them."""
+    width = (rows.shape[1] - HEADER) // 2 - 1 if is_tree else rows.shape[1] - HEADER - 1
+    depth = np.arange(width)
+    paths = rows[:, -width - 1 : -1] if is_tree else depth + 1
+    return np.where(depth < num_accepted[:, None], paths, 0)
 
 
 def _max_model_len(target: TargetModel, config: EngineConfig) -> int:

@@ -29,6 +29,7 @@ class HostBatch:
         self.passes_next = column() + NEVER  # from which position on a window has passed a block
         self.per_step = column()  # tokens that a step may give: K + 1
         self.num_rows = column()  # rows that it computes: the same, or those of a tree
+        self.draft_rows = column()  # that its drafts take behind them in the drafter's cache
         self.sampling = column()  # an index of SAMPLINGS
         self.needs_host = column()  # 1: its logits are changed or read on the host
         self.ends_early = column()  # 1: it has ends of its own beside the engine's
@@ -37,7 +38,8 @@ class HostBatch:
         size = max_drafts + 1
         self.offered = column()  # drafts that it may have had since `take_outcomes`
         self.expected = np.zeros(num_slots)  # those that were expected to be accepted
-        self.outcomes = np.zeros((num_slots, size, size), dtype=np.int64)  # [slot, drafted, kept]
+        # [slot, drafted, kept, whether a tree's path ended in a leaf]
+        self.outcomes = np.zeros((num_slots, size, size, 2), dtype=np.int64)
 
     def ready(self) -> NDArray[np.bool_]:
         """Slots whose prompt is done, and which the steps in flight are not sure to end."""
@@ -50,9 +52,9 @@ class HostBatch:
         return highest
 
     def reach(self, slots: Column | slice = slice(None)) -> Column:
-        """Positions that one more step may write: its own rows, and behind them those of the
-        drafts for the step after it, of which the first and the last have none."""
-        ahead = np.maximum(self.per_step[slots] - 2, 0)
+        """Positions that one more step may write: its own rows, and behind those that it may
+        commit the rows of the drafts for the step after it."""
+        ahead = self.draft_rows[slots]
         most = np.maximum(self.per_step[slots] + ahead, self.num_rows[slots])
         end: Column = self.start(slots) + most
         return np.minimum(end, self.max_capacity[slots])
@@ -67,10 +69,10 @@ class HostBatch:
     def take_outcomes(self, slot: int, stats: SpecDecodeStats) -> None:
         """Adds the steps since it was last asked."""
         counts, depth = self.outcomes[slot], int(self.per_step[slot]) - 1
-        drafted, kept = np.nonzero(counts)
-        times = counts[drafted, kept]
-        for outcome in zip(drafted.tolist(), kept.tolist(), times.tolist(), strict=True):
-            stats.observe(*outcome, depth)
+        outcomes = np.argwhere(counts)
+        times = counts[tuple(outcomes.T)].tolist()
+        for (drafted, kept, is_leaf), number in zip(outcomes.tolist(), times, strict=True):
+            stats.observe(drafted, kept, number, depth, is_leaf=bool(is_leaf))
         stats.num_offered_tokens += int(self.offered[slot])
         stats.num_expected_tokens += float(self.expected[slot])
         counts[:] = self.offered[slot] = self.expected[slot] = 0

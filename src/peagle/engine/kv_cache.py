@@ -106,7 +106,7 @@ class PagedAttention(CachedAttention):
         self.cache = cache
         self.tables = tables
         self.spans = spans
-        positions = [s.start + depth for s in spans for depth in row_depths(s)]
+        positions = [s.start + depth for s in spans for depth in tree_depths(s)[s.first_row :]]
         self.positions = torch.tensor(positions, device=cache.keys.device)  # [N]
         kv_heads, dim = cache.keys.shape[-2:]
         work = sum(s.length * (s.start + s.length) for s in spans) * kv_heads * dim
@@ -176,7 +176,7 @@ class PagedAttention(CachedAttention):
         if table not in self._steps:
             tables = [self.tables[s.sequence].groups[table] for s in self.spans]
             spans = [
-                PagedSpan(s.start, s.length, t.blocks, s.parents)
+                PagedSpan(s.start, s.length, t.blocks, s.parents, s.first_row)
                 for s, t in zip(self.spans, tables, strict=True)
             ]
             kv_heads, dim = self.cache.keys.shape[-2:]
@@ -198,10 +198,10 @@ class _SequenceView:
 
     def __init__(self, table: BlockTable, span: Span, device: torch.device) -> None:
         self.span, self.start, self.length = span, span.start, span.length
-        self.end = span.start + span.length
+        self.end = span.start + span.first_row + span.length
         self.base = table.num_passed * table.block_size
         slots = _slots(table, self.base, self.end)  # [T]
-        self.write_slots = slots[span.start - self.base :]
+        self.write_slots = slots[self.end - span.length - self.base :]
         # The fast path and its reference: a slice of the cache, or a gather from it.
         first, count = table.slot(self.base), self.end - self.base
         self.extent = slice(first, first + count) if table.contiguous else None
@@ -249,7 +249,8 @@ class _SequenceView:
 
     def _mask(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor | None:
         """Additive mask [n * group, T], made once per step; None where all is seen."""
-        sees_all = self.length == 1 and (window is None or self.end - self.base <= window)
+        is_alone = self.length == 1 and not self.span.first_row
+        sees_all = is_alone and (window is None or self.end - self.base <= window)
         if sees_all:
             return None
         if (window, group) not in self._masks:
@@ -261,28 +262,29 @@ class _SequenceView:
 
     def _visible(self, window: int | None) -> Tensor:
         """[n, T]"""
-        rows = torch.arange(self.start, self.end, device=self.device)
+        rows = torch.arange(self.end - self.length, self.end, device=self.device)
         key = torch.arange(self.base, self.end, device=self.device)
         visible = key <= rows[:, None]
         if self.span.parents is not None:
             visible[:, self.start - self.base :] = self._ancestors()
         if window is not None:
-            depths = torch.tensor(row_depths(self.span), device=self.device)
-            position = self.start + depths  # of rows
-            key[self.start - self.base :] = position
-            visible &= position[:, None] - key < window
+            depths = torch.tensor(tree_depths(self.span), device=self.device)
+            # The tree's rows, with those before these.
+            key[self.start - self.base :] = self.start + depths
+            visible &= key[-self.length :, None] - key < window
         return visible
 
     def _ancestors(self) -> Tensor:
-        """Which rows of the span each sees: [n, n]."""
-        sees = torch.eye(self.length, dtype=torch.bool, device=self.device)
+        """Which rows of its tree each row of the span sees: [n, first_row + n]."""
+        size = self.end - self.start
+        sees = torch.eye(size, dtype=torch.bool, device=self.device)
         for row, parent in enumerate(self.span.parents or (), start=1):
             sees[row] |= sees[parent]
-        return sees
+        return sees[-self.length :]
 
 
-def row_depths(span: Span) -> list[int]:
-    """How far behind the span's first row each stands."""
+def tree_depths(span: Span) -> list[int]:
+    """How far behind `start` each row of the tree stands, from its row 0 on."""
     if span.parents is None:
         return list(range(span.length))
     depths = [0]

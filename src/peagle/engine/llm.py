@@ -17,7 +17,12 @@ from peagle.engine.answers import PromptAnswers, open_answers
 from peagle.engine.detokenizer import decoder_of
 from peagle.engine.engine import Engine
 from peagle.engine.grammar import GrammarCompiler
-from peagle.engine.loading import choose_device, load_engine_target, load_speculation
+from peagle.engine.loading import (
+    check_speculation,
+    choose_device,
+    load_engine_target,
+    load_speculation,
+)
 from peagle.engine.offline import OfflineInference
 from peagle.engine.prompts import Message, PromptReader, TokenizedPrompt
 from peagle.engine.request import Request
@@ -56,7 +61,9 @@ class LLM(OfflineInference[PromptAnswers]):
         }  # fmt: skip
         speculative = _speculative_config(speculative_config, asked)
         self._name, began = model, time.monotonic()
-        choose_device(config)  # a device that is not there is said before a model is fetched
+        # Said before a model is fetched or loaded: a device that is not there, impossible drafts.
+        choose_device(config)
+        check_speculation(speculative, config)
         self.model_path: Path = resolve_model(model, revision=revision)
         self._tokenizer = load_tokenizer(self.model_path)
         self._decoder = decoder_of(self._tokenizer)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from peagle.checkpoints.heads.config import read_head_config
 from peagle.checkpoints.heads.loading import load_head
+from peagle.checkpoints.heads.references import resolve_head
 from peagle.checkpoints.targets import has_native_target, load_adapted, load_target
 from peagle.config import (
     AUTO_LIMITS,
     DEFAULT_SPECULATIVE_TOKENS,
+    MAX_SPECULATIVE_TOKENS,
     EngineConfig,
     SpeculativeConfig,
 )
-from peagle.engine.engine import Speculation
+from peagle.engine.engine import Speculation, check_drafts
 from peagle.engine.memory import reported_shortage
 from peagle.errors import ConfigError, HeadError
 from peagle.models.binding import bind_kernels
@@ -25,7 +29,7 @@ from peagle.models.fp8 import check_gpu, quantize_linears
 from peagle.models.ngram import NgramDrafter
 from peagle.models.p_eagle import PEagleDrafter
 from peagle.models.target import TargetModel
-from peagle.speculation.trees import BEAM, num_candidates
+from peagle.speculation.trees import BEAM, max_tree_depth, num_candidates
 
 DTYPES = {
     "float32": torch.float32,
@@ -89,44 +93,77 @@ def load_speculation(config: SpeculativeConfig, target: TargetModel) -> Speculat
         bind_kernels(network)
         drafter = head_drafter(network, config)
         advice = network.config.num_speculative_tokens
-    invariant = target.policy.batch_invariant
-    if config.num_draft_nodes is not None and invariant:
-        raise ConfigError(
-            "batch_invariant cannot be combined with trees: a row's sums depend on its place",
-            hint="drop num_draft_nodes, or batch_invariant",
-        )
     if config.num_draft_nodes is not None and not target.rolls_back:
         raise ConfigError(
             "this target computes each prefix again, which trees have many of",
             hint="drop num_draft_nodes: drafts are then a chain",
         )
-    has_trees = target.rolls_back and not invariant
-    if _is_auto(config, drafter, has_trees=has_trees):
-        on_gpu = target.embed_tokens.weight.is_cuda
-        return _auto(config, drafter, advice, "cuda" if on_gpu else "cpu", has_trees=has_trees)
-    depth = config.num_speculative_tokens or advice
-    return Speculation(drafter, depth, config.verification, config.num_draft_nodes)
+    drafts = _choose_drafts(
+        config,
+        _Limits(drafter.method, drafter.max_speculative_tokens, drafter.max_tree_depth, advice),
+        target.embed_tokens.weight.device,
+        may_be_trees=target.rolls_back and not target.policy.batch_invariant,
+    )
+    return Speculation(drafter, drafts.depth, config.verification, drafts.nodes, drafts.is_auto)
 
 
-def _is_auto(config: SpeculativeConfig, drafter: Drafter, *, has_trees: bool) -> bool:
-    """Asked for, or nothing else was and trees are possible."""
-    if config.speculation is not None:
-        return config.speculation == "auto"
-    is_given = (config.num_speculative_tokens or config.num_draft_nodes) is not None
-    can_draft_trees = hasattr(drafter, "lattice") and config.verification == "coupled"
-    return can_draft_trees and not is_given and has_trees
+def check_speculation(config: SpeculativeConfig, engine: EngineConfig) -> None:
+    """Says what is wrong with the drafts that are asked for before a target is loaded."""
+    if config.method == "none" or (config.method is None and config.model is None):
+        return
+    if config.num_draft_nodes is not None and engine.batch_invariant:
+        raise ConfigError(
+            "batch_invariant cannot be combined with trees: a row's sums depend on its place",
+            hint="drop num_draft_nodes, or batch_invariant",
+        )
+    limits = _limits_of(config)
+    may_be_trees = not engine.batch_invariant
+    drafts = _choose_drafts(config, limits, choose_device(engine), may_be_trees=may_be_trees)
+    check_drafts(limits, drafts.depth, drafts.nodes, config.verification)
 
 
-def _auto(
-    config: SpeculativeConfig, drafter: Drafter, advice: int, device: str, *, has_trees: bool
-) -> Speculation:
-    """What is given is the limit. P-EAGLE drafts trees, others chains."""
+class _Limits(NamedTuple):
+    """engine.DraftLimits, and how many drafts are advised."""
+
+    method: str
+    max_speculative_tokens: int
+    max_tree_depth: int
+    advice: int
+
+
+class _Drafts(NamedTuple):
+    depth: int
+    nodes: int | None  # None: chains
+    is_auto: bool
+
+
+def _limits_of(config: SpeculativeConfig) -> _Limits:
+    """Of the drafter that the config asks for."""
+    method, deepest, advice = "ngram", MAX_SPECULATIVE_TOKENS, DEFAULT_SPECULATIVE_TOKENS
+    if config.model is not None:
+        head = read_head_config(resolve_head(config.model))
+        method, advice = head.method, head.num_speculative_tokens
+        deepest = head.max_speculative_tokens if method == "p-eagle" else MAX_SPECULATIVE_TOKENS
+    return _Limits(method, deepest, max_tree_depth(method, deepest), advice)
+
+
+def _choose_drafts(
+    config: SpeculativeConfig, limits: _Limits, device: torch.device, *, may_be_trees: bool
+) -> _Drafts:
+    """What is given holds; for auto it is the limit. Without either, P-EAGLE drafts trees, for
+    they cost it no more than chains: auto cannot tell what the passes of a beam cost."""
     depth, nodes = config.num_speculative_tokens, config.num_draft_nodes
-    if hasattr(drafter, "lattice") and has_trees:
-        most_depth, most_nodes = AUTO_LIMITS[device]
-        depth = depth or min(most_depth, drafter.max_speculative_tokens)
+    is_free = limits.method == "p-eagle" and config.verification == "coupled" and may_be_trees
+    is_auto = config.speculation == "auto"
+    if config.speculation is None:
+        is_auto = is_free and depth is None and nodes is None
+    if is_auto and (is_free or nodes is not None):
+        most_depth, most_nodes = AUTO_LIMITS["cuda" if device.type == "cuda" else "cpu"]
+        depth = depth or min(most_depth, limits.max_tree_depth)
         nodes = nodes or min(most_nodes, num_candidates(depth, BEAM))
-    return Speculation(drafter, depth or advice, config.verification, nodes, is_auto=True)
+    if depth is None and nodes is not None:
+        depth = min(limits.advice, limits.max_tree_depth)
+    return _Drafts(depth or limits.advice, nodes, is_auto)
 
 
 def head_drafter(network: EagleNetwork, config: SpeculativeConfig) -> Drafter:

@@ -12,6 +12,7 @@ from peagle.engine.grammar import Grammar
 from peagle.engine.prefix_cache import Key
 from peagle.outputs import FinishReason
 from peagle.sampling_params import SamplingParams
+from peagle.speculation.draft_limit import cache_slack, num_draft_rows
 from peagle.speculation.statistics import SpecDecodeStats
 
 
@@ -39,6 +40,7 @@ class Request:
     num_speculative_tokens: int  # 0: this request is not speculated for
     stop_token_ids: frozenset[int]
     num_draft_nodes: int | None = None  # of its tree; None: its drafts are a chain
+    rows_per_depth: int = 1  # that its drafts take in the drafter's cache
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None  # of structured outputs: where the answer stands in it
     token_ids: list[int] = field(init=False)  # prompt and output
@@ -72,9 +74,14 @@ class Request:
         return self.num_speculative_tokens if nodes is None else nodes
 
     @property
+    def num_draft_rows(self) -> int:
+        """Rows of the drafter's cache that its drafts take behind the prefix."""
+        return num_draft_rows(self.num_speculative_tokens, self.rows_per_depth)
+
+    @property
     def cache_slack(self) -> int:
-        """Rows of a tree that may lie behind the end of the answer, in the cache."""
-        return max((self.num_draft_nodes or 0) - 1, 0)
+        """Rows of a tree that may lie behind the end of the answer, in a cache."""
+        return cache_slack(self.num_speculative_tokens, self.num_draft_nodes, self.rows_per_depth)
 
     @property
     def num_tokens(self) -> int:

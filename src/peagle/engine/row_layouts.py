@@ -62,8 +62,9 @@ class ExactLayout:
                 if count:
                     table = self.tables[slot]
                     assert table is not None
-                    own = None if parents is None else parents[n][: count - 1]
-                    spans.append(Span(len(tables), start, count, own))
+                    last = group.first_row + count - 1
+                    own = None if parents is None else parents[n][:last]
+                    spans.append(Span(len(tables), start, count, own, group.first_row))
                     tables.append(table)
                     index += range(first, first + count)
                 first += group.rows_per_item
@@ -137,6 +138,7 @@ class PaddedLayout:
             positions,
             slots,
             None if group.tree is None else group.tree.depths,
+            group.first_row,
         )
         return PagedRows(
             block_tables=block_tables,
@@ -149,6 +151,7 @@ class PaddedLayout:
             block_size=self.block_size,
             num_splits=num_splits,
             ancestors=None if group.tree is None else group.tree.ancestors.flatten(),
+            first_row=group.first_row,
         )
 
     def pack(self, counts: Tensor, rows_per_item: int) -> Packing:

@@ -25,6 +25,7 @@ from peagle.engine.step import Step, StepModels, StepShape, empty_inputs
 from peagle.models.drafter import SequenceDraft
 from peagle.progress import track
 from peagle.speculation import trees
+from peagle.speculation.draft_limit import draft_limit
 
 # Which few shapes there are graphs for. Rows of a prompt that attend together; items of them.
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -238,8 +239,13 @@ class Runner:
     def set_drafts(self, slots: Sequence[int], drafts: Sequence[SequenceDraft]) -> None:
         """Those of a drafter on the host, for the next step."""
         state = self.models.state
-        for slot, (token_ids, probabilities) in zip(slots, drafts, strict=True):
+        for slot, (token_ids, probabilities, parents, scores) in zip(slots, drafts, strict=True):
             count = len(token_ids)
+            if parents is not None:
+                self._set_tree(slot, token_ids, parents)
+                if state.draft_scores is not None:
+                    state.draft_scores[slot, :count] = torch.tensor(scores or ())
+                continue
             tokens = torch.tensor(token_ids, dtype=torch.int64, device=self.device)
             state.drafts[slot, :count] = tokens
             state.num_drafts[slot] = count
@@ -249,6 +255,14 @@ class Runner:
                     probs.zero_().scatter_(1, tokens[:, None], 1.0)
                 else:
                     probs.copy_(probabilities)
+
+    def num_depths(self, slots: Sequence[int]) -> list[int]:
+        """Nodes that may stand behind each other in trees for the next step."""
+        state, models = self.models.state, self.models
+        most = torch.minimum(state.max_drafts, state.max_depths)
+        limits = state.limits, state.capacity, models.max_draft_tokens, models.rows_per_depth
+        depths: list[int] = draft_limit(most, state.num_computed + 1, *limits)[list(slots)].tolist()
+        return depths
 
     def cut_drafts(
         self, slots: Sequence[int], requests: Sequence[Request], caps: NDArray[np.int64]

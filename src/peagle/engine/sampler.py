@@ -63,11 +63,16 @@ class SampledSlots:
     def filters(self) -> bool:
         return self.sampling == "filtered"
 
-    def metadata(self, first: int, packing: Packing) -> SamplingMetadata:
-        """Of rows first .. first + n - 1 of each slot, [B * n], packed."""
+    def metadata(
+        self, first: int, packing: Packing, *, is_one_depth: bool = False
+    ) -> SamplingMetadata:
+        """Of rows first .. first + n - 1 of each slot, [B * n], packed; or of n rows that are all
+        `first`."""
         per_slot = packing.rows_per_item
         offsets = self.depths
-        if offsets is None:
+        if is_one_depth:
+            offsets = torch.full((per_slot,), first, device=self.outputs.device)
+        elif offsets is None:
             offsets = torch.arange(first, first + per_slot, device=self.outputs.device)
         positions = packing.take((self.outputs[:, None] + offsets).flatten())
         slots, state = packing.take(self.slots.repeat_interleave(per_slot)), self.state
@@ -112,12 +117,15 @@ class CoupledSampler:
     ) -> SamplerOutput:
         return SamplerOutput(drafts, *self._sample(output, 0, packing))
 
-    def candidates(self, output: OutputRows, packing: Packing) -> Candidates:
-        """The best tokens of the rows of all drafts, packed; [B, K, BEAM] each."""
-        slots = self.slots
-        metadata = None if slots.sampling == "greedy" else slots.metadata(0, packing)
+    def candidates(
+        self, output: OutputRows, packing: Packing, depth: int | None = None, count: int = BEAM
+    ) -> Candidates:
+        """The best tokens of the rows of all drafts, packed; or of rows for one; [B, n, count]."""
+        slots, metadata = self.slots, None
+        if slots.sampling != "greedy":
+            metadata = slots.metadata(depth or 0, packing, is_one_depth=depth is not None)
         found = self.ops.top_tokens(
-            output.logits(), metadata, output.ids, BEAM, filters=slots.filters
+            output.logits(), metadata, output.ids, count, filters=slots.filters
         )
         return Candidates(*(slots.by_slot(x, packing) for x in found))
 

@@ -218,6 +218,7 @@ class Scheduler:
         batch.passes_next[n] = request.table.passes_next or NEVER
         batch.per_step[n] = request.num_speculative_tokens + 1
         batch.num_rows[n] = request.max_drafts + 1
+        batch.draft_rows[n] = request.num_draft_rows
         batch.sampling[n] = SAMPLINGS.index(sampling_of([request.params]))
         batch.needs_host[n] = request.params.logprobs is not None or needs_adjustment(request)
         batch.ends_early[n] = not request.stop_token_ids <= self._eos_token_ids

@@ -33,10 +33,10 @@ from peagle.kernels.step_ops import StepOps
 from peagle.models.drafter import (
     DraftBatch,
     NetworkDrafter,
-    ParallelDrafter,
     PromptRows,
     RowItems,
     Rows,
+    TreeDrafter,
 )
 from peagle.models.output import OutputRows
 from peagle.models.target import TargetModel
@@ -107,6 +107,7 @@ class StepModels:
     ops: StepOps
     layout: RowLayout
     block_size: int
+    rows_per_depth: int = 1  # that drafts leave in the drafter's cache
 
     @property
     def aux_hidden_state_layers(self) -> tuple[int, ...]:
@@ -159,10 +160,17 @@ class Step:
             path, states = self._take_path(counts, sampled, states, host)
             sampled = SamplerOutput(path.drafts, path.sampled, path.usable)
         committed = models.ops.commit(
-            models.state, fields.slots, counts, *sampled, models.max_draft_tokens, shape.depth
+            models.state,
+            fields.slots,
+            counts,
+            *sampled,
+            models.max_draft_tokens,
+            shape.depth,
+            models.rows_per_depth,
         )
         if path is not None:
-            report = torch.cat((committed.report, path.rows[:, 1:]), dim=1)
+            walked = committed.report, path.rows[:, 1:], path.is_leaf[:, None]
+            report = torch.cat(walked, dim=1)
             committed = committed._replace(report=report)
         return Verified(counts, sampled.sampled_token_ids, committed, *states)
 
@@ -232,9 +240,9 @@ class Step:
             drafts = drafting.drafter.propose(batch)
             models.ops.store_drafts(models.state, fields.slots, drafts)
         else:
-            self._draft_tree(cast(ParallelDrafter, drafting.drafter), batch)
+            self._draft_tree(cast(TreeDrafter, drafting.drafter), batch)
 
-    def _draft_tree(self, drafter: ParallelDrafter, batch: DraftBatch) -> None:
+    def _draft_tree(self, drafter: TreeDrafter, batch: DraftBatch) -> None:
         state, lattice = self.models.state, drafter.lattice(batch)
         if lattice is not None:
             limits = batch.num_drafts, state.drafts.shape[1]

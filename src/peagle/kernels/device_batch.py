@@ -16,7 +16,9 @@ from torch import Tensor
 
 
 class TreeRows(NamedTuple):
-    """How the drafts of slots hang together; speculation/trees.py. int64, X slots of some kind."""
+    """How the drafts of slots hang together; speculation/trees.py. int64, X slots of some kind.
+    Of a pass over a tree whose first rows are in the cache, depths and ancestors are its own rows'.
+    """
 
     parents: Tensor  # [X, D]: rows
     depths: Tensor  # [X, D+1]: of rows, from the newest token's on
@@ -130,7 +132,9 @@ class StepCounts(NamedTuple):
 class Committed(NamedTuple):
     """What a step's verification left."""
 
-    report: Tensor  # [B, HEADER + K+1] int64: what the host reads; of trees, their paths follow
+    # [B, HEADER + K+1] int64: what the host reads; of trees, the K rows of their paths follow, and
+    # whether these end in a leaf.
+    report: Tensor
     num_outputs: Tensor  # [B] tokens generated so far, the new ones included
     num_drafts: Tensor  # [B] drafts that are made for its next step, one behind the other
     num_real: Tensor  # [B] new tokens, whose rows the drafter reads; 0 where it never will draft

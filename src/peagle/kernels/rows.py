@@ -5,7 +5,8 @@ dimension. An item's rows stand at consecutive positions of one sequence. A sequ
 rows than Q is several items; rows that only fill an item up are written to the padding slot.
 
 Row j of item i sees the keys at positions <= starts[i] + j that are below ends[i]. Rows of a tree
-lie in the cache as they come, and see of their own item the rows that `ancestors` says.
+lie in the cache as they come, and see of their own tree the rows that `ancestors` says. Rows before
+an item's first may have been written earlier: then `starts` is where the tree begins.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class PagedRows(NamedTuple):
     rows_per_item: int  # Q
     block_size: int
     num_splits: int  # parts over which an item's keys are divided; their results are merged
-    ancestors: Tensor | None = None  # [N] int64: bit j: the row sees row j of its item
+    ancestors: Tensor | None = None  # [N] int64: bit j: the row sees row j of its tree
+    first_row: int = 0  # of its tree that an item's first is
 
 
 class RowGroups(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 from peagle.kernels.device_batch import Committed, RowPlan, StepCounts
 from peagle.kernels.reference.rejection import RejectionUniforms
 from peagle.kernels.reference.sampling import SampledTokens, TokenProbs
-from peagle.kernels.reference.trees import Candidates, TreePath
+from peagle.kernels.reference.trees import BeamRows, Candidates, TreePath
 from peagle.speculation.verify import VerifyOutput
 
 
@@ -39,6 +39,7 @@ class StepOps(NamedTuple):
     verify_rejection: Callable[..., VerifyOutput]
     # trees.py
     top_tokens: Callable[..., Candidates]
+    extend_beam: Callable[..., BeamRows]
     store_tree: Callable[..., None]
     best_chain: Callable[..., Tensor]
     walk_tree: Callable[..., TreePath]
@@ -74,6 +75,7 @@ def step_ops(device: torch.device) -> StepOps:
         rejection.rejection_uniforms,
         rejection.verify_rejection,
         trees.top_tokens,
+        trees.extend_beam,
         trees.store_tree,
         trees.best_chain,
         trees.walk_tree,

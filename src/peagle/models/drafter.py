@@ -26,17 +26,19 @@ from peagle.kernels.reference.trees import Candidates
 from peagle.kernels.step_ops import StepOps
 from peagle.models.attention import Attention
 from peagle.models.output import OutputRows
-from peagle.speculation.trees import Lattice
+from peagle.speculation.trees import BEAM, Lattice
 
 
 class Span(NamedTuple):
     """Rows of one sequence of the batch, from position `start` on: at consecutive positions, or a
-    tree's (speculation/trees.py)."""
+    tree's (speculation/trees.py), of which the first may be in the cache already."""
 
     sequence: int
     start: int
     length: int
-    parents: Sequence[int] | None = None  # of all rows but the first; None: each follows the last
+    # Of all rows of the tree but the first; None: each row follows the last.
+    parents: Sequence[int] | None = None
+    first_row: int = 0  # of the tree; `start` is where its row 0 stands
 
 
 class CacheLayout(NamedTuple):
@@ -47,13 +49,16 @@ class CacheLayout(NamedTuple):
 
 
 class RowItems(NamedTuple):
-    """Q rows for each slot of `slots`, `counts` of them real, at positions from `starts` on."""
+    """Q rows for each slot of `slots`, `counts` of them real, at positions from `starts` on. Of a
+    tree, rows `first_row` .. first_row + Q - 1; its row 0 stands at `starts`, and the rows before
+    `first_row` are in the cache."""
 
     slots: Tensor  # [I]
     starts: Tensor  # [I]
     counts: Tensor  # [I]
     rows_per_item: int  # Q
     tree: TreeRows | None = None  # [I, ...] where the rows are not at consecutive positions
+    first_row: int = 0
 
 
 class Packing:
@@ -102,6 +107,14 @@ class PromptRows(NamedTuple):
     items: RowItems
 
 
+class CandidatesOf(Protocol):
+    def __call__(
+        self, output: OutputRows, packing: Packing, depth: int | None = None, count: int = BEAM
+    ) -> Candidates:
+        """[B, n, count]; `depth`: of the draft, from 0 on, that all n rows are for."""
+        ...
+
+
 @dataclass(frozen=True)
 class DraftBatch:
     slots: Tensor  # [B]
@@ -118,8 +131,9 @@ class DraftBatch:
     pack_depths: Callable[[int, int], Packing]  # of drafts first .. first + count - 1
     # Rows of drafts first .. first + n - 1, packed -> tokens [B, n], in the target's ids.
     sample: Callable[[OutputRows, int, Packing], Tensor]
-    # Rows of all drafts, packed -> the best tokens of each; None where drafts must be `sample`d.
-    candidates: Callable[[OutputRows, Packing], Candidates] | None
+    # Rows of all drafts, or several of one, packed -> the best tokens of each, so many; None where
+    # drafts must be `sample`d.
+    candidates: CandidatesOf | None
     temperature: Tensor | None  # [B], 0 where greedy; None: all are
     ops: StepOps
 
@@ -130,6 +144,8 @@ class Drafter(Protocol):
     cache_layout: CacheLayout | None  # None: a HostDrafter
     max_speculative_tokens: int
     max_positions: int | None  # drafts at or beyond this position are not asked for
+    max_tree_depth: int  # 0: its drafts are chains
+    rows_per_depth: int  # of the cache, that a tree's drafts leave behind the prefix
 
 
 class NetworkDrafter(Drafter, Protocol):
@@ -142,8 +158,8 @@ class NetworkDrafter(Drafter, Protocol):
         ...
 
 
-class ParallelDrafter(NetworkDrafter, Protocol):
-    """A drafter that knows the candidates of all drafts after one pass: they can become a tree."""
+class TreeDrafter(NetworkDrafter, Protocol):
+    """A drafter whose candidates can become a tree."""
 
     def lattice(self, batch: DraftBatch) -> Lattice | None:
         """Of drafts 1 .. K; None where nobody asks for one."""
@@ -153,6 +169,9 @@ class ParallelDrafter(NetworkDrafter, Protocol):
 class SequenceDraft(NamedTuple):
     token_ids: list[int]  # at most as many as asked for, possibly none
     probabilities: Tensor | None = None  # [len(token_ids), V]; None: it is certain of them
+    # Of a tree, as speculation/trees.py has them:
+    parents: list[int] | None = None  # rows
+    scores: list[float] | None = None  # log-probabilities of the nodes' paths
 
 
 class HostDrafter(Drafter, Protocol):
@@ -160,4 +179,12 @@ class HostDrafter(Drafter, Protocol):
         self, histories: Sequence[Sequence[int]], counts: Sequence[int]
     ) -> list[SequenceDraft]:
         """At most `counts` drafts behind all tokens of each sequence so far."""
+        ...
+
+
+class HostTreeDrafter(HostDrafter, Protocol):
+    def propose_trees(
+        self, histories: Sequence[Sequence[int]], counts: Sequence[int], depths: Sequence[int]
+    ) -> list[SequenceDraft]:
+        """At most `counts` nodes, at most `depths` behind each other."""
         ...

@@ -18,6 +18,7 @@ class PEagleDrafter:
     mask rows of the last step left, before anything can read them."""
 
     method = "p-eagle"
+    rows_per_depth = 1  # a mask row
 
     def __init__(self, network: EagleNetwork) -> None:
         self.network = network
@@ -25,6 +26,7 @@ class PEagleDrafter:
         self.cache_layout: CacheLayout | None = cache_layout(network)
         self.max_speculative_tokens = network.config.max_speculative_tokens
         self.max_positions: int | None = network.config.max_position_embeddings
+        self.max_tree_depth = self.max_speculative_tokens
         with torch.no_grad():
             self.mask_feature = network.mask_feature()  # constant once loaded
 

@@ -220,9 +220,10 @@ class DraftBudget:
         max_rows: int,  # of a step
         pad: Callable[[int], int] | None = None,
         scores: Callable[[Counts], Numbers] | None = None,  # slots [B] -> [B, N]
+        depth_is_free: bool = False,  # trees are drafted beside the step
     ) -> None:
         self.max_depth, self.max_nodes, self.max_rows = max_depth, max_nodes, max_rows
-        self._pad, self._scores = pad, scores
+        self._pad, self._scores, self._depth_is_free = pad, scores, depth_is_free
         size = max_depth if max_nodes is None else max_nodes
         self.numbers = self._numbers(size)
         self.curve, self.calibration = AcceptanceCurve(size), ScoreCalibration()
@@ -277,10 +278,11 @@ class DraftBudget:
     def depth_for(self, number: int) -> int:
         """How deep to draft for so many. Few nodes are seldom deep, and each depth costs the
         drafter a row; where rows are exact the number is not known ahead. At least as deep as the
-        next larger choice needs: it may be tried in the next step."""
+        next larger choice needs: it may be tried in the next step. As deep as trees are that were
+        drafted beside the step: the target walks no further."""
         if self.max_nodes is None:
             return min(number, self.max_depth)
-        if self._pad is None:
+        if self._pad is None or self._depth_is_free:
             return self.max_depth
         return min(max(number, 4), self.max_depth, 6 + number // 6)
 

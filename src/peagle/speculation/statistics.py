@@ -21,7 +21,8 @@ class SpecDecodeStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_draft_tokens_per_pos: list[int] = field(default_factory=list)
-    num_reached_tokens_per_pos: list[int] = field(default_factory=list)  # all before it accepted
+    # Steps with a draft there behind an accepted one; of a tree, behind the last that was.
+    num_reached_tokens_per_pos: list[int] = field(default_factory=list)
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     # Zero unless the engine chooses how many drafts a step verifies:
     num_offered_tokens: int = 0  # drafts that requests may have had
@@ -32,12 +33,18 @@ class SpecDecodeStats:
     other_time: float = 0.0
 
     def observe(
-        self, num_draft: int, num_accepted: int, times: int = 1, depth: int | None = None
+        self,
+        num_draft: int,
+        num_accepted: int,
+        times: int = 1,
+        depth: int | None = None,
+        *,
+        is_leaf: bool = False,
     ) -> None:
         """Counts one decode step of one request, or `times` alike: of `num_draft` drafts, the
         first `num_accepted` were kept. One without drafts (0, 0) counts in `num_steps` alone.
-        Of a tree, `num_draft` are its nodes and `depth` the positions that they share; a path that
-        ends where no node follows counts as rejected there."""
+        Of a tree, `num_draft` are its nodes and `depth` the positions that they share; `is_leaf`:
+        no node stood behind the last that was kept, so none was rejected."""
         assert 0 <= num_accepted <= num_draft, (num_draft, num_accepted)
         self.num_steps += times
         if num_draft == 0:
@@ -57,7 +64,7 @@ class SpecDecodeStats:
         for position in range(num_accepted):
             reached[position] += times
             accepted[position] += times
-        if num_accepted < num_positions:
+        if num_accepted < num_positions and not is_leaf:
             reached[num_accepted] += times  # the rejected draft was reached too
 
     def merge(self, other: SpecDecodeStats) -> None:

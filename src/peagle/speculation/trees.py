@@ -7,7 +7,8 @@ nodes are a tree, too: the n best.
 
 The **lattice** that trees and chains are grown from: M candidates for each of K depths, and their
 log-probabilities behind each candidate of the depth before. Where depths do not depend on each
-other these are the same behind all.
+other these are the same behind all. A drafter that runs once for each depth has other candidates
+behind each path of its beam: then tokens and log-probabilities are by path.
 
 Shapes: B requests, N nodes, K depths, M candidates at each depth.
 """
@@ -21,11 +22,21 @@ import torch
 from torch import Tensor
 
 BEAM = 8  # candidates at each depth, and paths that go on from it
+# Rows of a tree are bits of an int64: row 0, and so many depths of a beam that is drafted pass by
+# pass. The last depth needs no rows.
+MAX_BEAM_DEPTH = 63 // BEAM + 1
 
 
 class Lattice(NamedTuple):
-    token_ids: Tensor  # [B, K, M] int64
-    log_probs: Tensor  # [B, K, M, M] float32: behind which candidate, of which candidate
+    token_ids: Tensor  # [B, K, M] int64; by path [B, K, M, M]: behind which path, which candidate
+    log_probs: Tensor  # [B, K, M, M] float32: behind which candidate, or path, of which candidate
+
+
+class Beam(NamedTuple):
+    """The best paths of one depth: continuation `places % M` of path `places // M` of the last."""
+
+    scores: Tensor  # [B, M] float32
+    places: Tensor  # [B, M] int64
 
 
 class Tree(NamedTuple):
@@ -39,6 +50,14 @@ class Walk(NamedTuple):
 
     num_accepted: Tensor  # [B]
     rows: Tensor  # [B, K+1]: row of each token on it, from row 0 on; then the last of them again
+    is_leaf: Tensor  # [B] bool: no node stands behind the last
+
+
+def max_tree_depth(method: str, max_speculative_tokens: int) -> int:
+    """Of a drafter with chains of so many tokens at most."""
+    if method == "eagle3":  # a pass for each depth, over the rows of its beam
+        return min(max_speculative_tokens, MAX_BEAM_DEPTH)
+    return max_speculative_tokens
 
 
 def num_candidates(depth: int, beam: int) -> int:
@@ -47,32 +66,41 @@ def num_candidates(depth: int, beam: int) -> int:
 
 
 def grow_tree(token_ids: Tensor, log_probs: Tensor, num_nodes: int) -> Tree:
-    """The best paths through a lattice, [B, K, M] and [B, K, M, M].
+    """The best paths through a lattice, [B, K, M] or, by path, [B, K, M, M]; and [B, K, M, M].
 
     A beam of M paths: each has M continuations at the next depth, and the best M of these go on.
     The nodes are the best of all continuations. Sums only fall along a path, and of equal ones the
     earlier comes first, so a node's parent is always among the nodes before it.
     """
-    batch, depth, beam = token_ids.shape
+    by_path = token_ids.dim() == 4
+    if not by_path:
+        token_ids = token_ids[:, :, None].expand_as(log_probs)
+    batch, depth, beam, _ = log_probs.shape
     log_probs = usable_log_probs(log_probs)
-    tokens, scores, parents = (
-        [token_ids[:, 0]],
-        [log_probs[:, 0, 0]],
-        [-torch.ones_like(token_ids[:, 0])],
-    )
+    first = token_ids[:, 0, 0]
+    tokens, scores, parents = [first], [log_probs[:, 0, 0]], [-torch.ones_like(first)]
     beam_scores = log_probs[:, 0, 0]  # [B, M]
-    beam_places = torch.arange(beam, device=token_ids.device).expand(batch, beam)  # in the pool
-    last = beam_places  # [B, M] the candidate at the end of each path
+    paths = torch.arange(beam, device=token_ids.device).expand(batch, beam)
+    beam_places, last = paths, paths  # in the pool; the candidate at the end of each path
     for d in range(1, depth):
-        behind = log_probs[:, d].gather(1, last[..., None].expand(-1, -1, beam))  # [B, M, M]
-        sums = (beam_scores[:, :, None] + behind).flatten(1)  # [B, M * M]
-        tokens.append(token_ids[:, d].repeat(1, beam))
+        before = (paths if by_path else last)[..., None].expand(-1, -1, beam)
+        sums = continuations(beam_scores, log_probs[:, d].gather(1, before))
+        tokens.append(token_ids[:, d].flatten(1))
         scores.append(sums)
         parents.append(beam_places.repeat_interleave(beam, dim=1))
-        best = sums.sort(dim=1, descending=True, stable=True).indices[:, :beam]
-        beam_scores = sums.gather(1, best)
+        beam_scores, best = best_continuations(sums, beam)
         beam_places, last = best + num_candidates(d, beam), best % beam
     return _best_nodes(torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1), num_nodes)
+
+
+def continuations(beam_scores: Tensor, log_probs: Tensor) -> Tensor:
+    """Of paths [B, M], each with M candidates behind it [B, M, M].  # -> [B, M * M]"""
+    return (beam_scores[:, :, None] + log_probs).flatten(1)
+
+
+def best_continuations(sums: Tensor, beam: int) -> Beam:
+    best = sums.sort(dim=1, descending=True, stable=True).indices[:, :beam]
+    return Beam(sums.gather(1, best), best)
 
 
 def best_chain(token_ids: Tensor, log_probs: Tensor) -> Tensor:
@@ -159,4 +187,5 @@ def walk_tree(
         row = torch.where(found, first + 1, row)
         num_accepted = num_accepted + found
         rows.append(row)
-    return Walk(num_accepted, torch.stack(rows, dim=1))
+    has_child = (is_there & (parents == row[:, None])).any(1)
+    return Walk(num_accepted, torch.stack(rows, dim=1), ~has_child)

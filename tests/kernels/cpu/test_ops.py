@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -125,9 +127,9 @@ def test_silu_mul_treats_what_is_not_finite_as_torch_does(size: int) -> None:
 BLOCK, NUM_BLOCKS, PER_SEQUENCE = 5, 90, 30
 
 
-def poisoned_cache(kv_heads: int, dim: int) -> PagedKVCache:
+def poisoned_cache(kv_heads: int, dim: int, dtype: torch.dtype = torch.float32) -> PagedKVCache:
     layout = CacheLayout(2, kv_heads, dim)
-    cache = PagedKVCache(layout, NUM_BLOCKS * BLOCK, torch.float32, torch.device("cpu"))
+    cache = PagedKVCache(layout, NUM_BLOCKS * BLOCK, dtype, torch.device("cpu"))
     cache.keys.fill_(NAN)  # reading what was never written shows
     cache.values.fill_(NAN)
     return cache
@@ -308,6 +310,36 @@ def test_a_row_of_a_tree_has_the_bits_that_its_path_has_as_a_chain(
             path.insert(0, parents[path[0] - 1])
         chain = attended([Span(0, start, len(path))], [start + n for n in path])
         assert torch.equal(tree[row], chain[-1]), row
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # by the kernel and by torch
+@pytest.mark.parametrize("window", [None, 5])
+def test_rows_of_a_tree_that_come_later_see_those_in_the_cache(
+    dtype: torch.dtype, window: int | None
+) -> None:
+    parents, start = [0, 0, 1, 2, 3, 3, 5, 0, 8, 4], 11
+    size = len(parents) + 1
+    q, k, v = (
+        normal(start + size, heads, 16, seed=n).to(dtype) for n, heads in enumerate((6, 2, 2))
+    )
+    tables = tables_of(list(range(NUM_BLOCKS)), 1)
+
+    def attended(passes: list[Span]) -> Tensor:
+        cache, out = poisoned_cache(2, 16, dtype=dtype), []
+        for span in passes:
+            first = span.start + span.first_row
+            rows = slice(first, first + span.length)
+            out.append(cache.attention(tables, [span])(0, q[rows], k[rows], v[rows], window))
+        return torch.cat(out[1:])
+
+    together = attended([Span(0, 0, start), Span(0, start, size, parents)])
+    cuts = [0, 1, 4, 5, size]
+    parts = [
+        Span(0, start, end - first, parents[: end - 1], first)
+        for first, end in itertools.pairwise(cuts)
+    ]
+    assert parts[3].length > 1
+    torch.testing.assert_close(attended([Span(0, 0, start), *parts]), together)
 
 
 def test_kernels_are_for_float32_without_gradients() -> None:

@@ -39,6 +39,7 @@ class Case:
     sampled_token_ids: Tensor  # [B, K+1]
     usable: Tensor  # [B, K+1]
     max_depth: int
+    rows_per_depth: int
 
 
 @st.composite
@@ -59,7 +60,8 @@ def cases(draw: st.DrawFn) -> Case:
     reach = draw(st.sampled_from([0, 8, 14, 1000]))
     slots, caps, *tokens = (t.to(DEVICE) for t in (slots, caps, drafts, sampled_token_ids, ~broken))
     max_depth = draw(st.sampled_from([0, 0, 1, 3, 8, 100]))
-    return Case(_on_device(state), slots, caps, depth, reach, *tokens, max_depth)
+    rows_per_depth = draw(st.sampled_from([1, 1, 8]))
+    return Case(_on_device(state), slots, caps, depth, reach, *tokens, max_depth, rows_per_depth)
 
 
 def _random_state(
@@ -165,18 +167,24 @@ def slow_expand_rows(real: Tensor, num_real: Tensor, mask: Tensor, num_rows: int
 
 
 def slow_draft_limit(
-    max_drafts: int, num_tokens: int, limit: int, capacity: int, max_draft_tokens: int
+    max_drafts: int,
+    num_tokens: int,
+    limit: int,
+    capacity: int,
+    max_draft_tokens: int,
+    rows_per_depth: int = 1,
 ) -> int:
     """One draft after the other, while each has a place.
 
     Draft d stands at position num_tokens + d - 1, and a bonus token must fit behind it. The
-    drafter's row that makes it stands two positions before it, and is written to its cache.
+    drafter's row that makes it stands two positions before it, and is written to its cache; or,
+    of several for each draft but the first, the last one.
     """
     count = 0
     while (
         count < max_drafts
         and num_tokens + (count + 1) + 1 <= limit
-        and num_tokens + (count + 1) - 3 < capacity
+        and num_tokens - 2 + count * rows_per_depth < capacity
         and num_tokens + (count + 1) - 1 <= max_draft_tokens
     ):
         count += 1
@@ -214,6 +222,7 @@ def slow_commit(case: Case, counts: StepCounts) -> tuple[DeviceBatch, Tensor, li
             int(state.limits[slot]),
             int(state.capacity[slot]),
             case.max_draft_tokens,
+            case.rows_per_depth,
         )
         reads.append(len(new_ids) if num_depths else 0)  # it may draft later, if not now
         num_depths = min(num_depths, case.max_depth)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from peagle.engine.blocks import BlockTable
 from peagle.engine.kv_cache import PagedKVCache
@@ -99,6 +100,39 @@ def with_trees(case: Case, seed: int) -> Case:
     ancestors = trees.ancestors(parents).flatten().to(DEVICE)
     changes = {"ancestors": ancestors, "positions": positions.to(DEVICE)}
     return replace(case, rows=rows._replace(**changes))
+
+
+def behind(case: Case, first_row: int, size: int) -> Case:
+    """The rows of trees from `first_row` on, where those before are in the cache."""
+    rows, num_items = case.rows, len(case.rows.starts)
+
+    def own(x: Tensor) -> Tensor:
+        by_item = x.view(num_items, rows.rows_per_item, *x.shape[1:])
+        return by_item[:, first_row : first_row + size].flatten(0, 1).contiguous()
+
+    assert rows.ancestors is not None
+    changes = {"ancestors": own(rows.ancestors), "positions": own(rows.positions)}
+    sizes = {"slots": own(rows.slots), "rows_per_item": size, "first_row": first_row}
+    return replace(case, q=own(case.q), rows=rows._replace(**changes, **sizes))
+
+
+@pytest.mark.slow
+@settings(max_examples=EXAMPLES // 2)
+@given(shape=shapes(), seed=st.integers(0, 99), data=st.data())
+def test_later_rows_of_trees_see_what_they_see_beside_the_earlier(
+    shape: Shape, seed: int, data: st.DataObject
+) -> None:
+    whole = with_trees(make_case(shape, torch.float32, seed), seed)
+    first_row = data.draw(st.integers(0, shape.rows_per_item - 1))
+    size = data.draw(st.integers(1, shape.rows_per_item - first_row))
+    case = behind(whole, first_row, size)
+    ours = paged_attention(case.q, case.keys, case.values, case.rows, None)
+    expected = reference.paged_attention(case.q, case.keys, case.values, case.rows, None)
+    torch.testing.assert_close(ours, expected, **TOLERANCE[torch.float32])
+    together = reference.paged_attention(whole.q, whole.keys, whole.values, whole.rows, None)
+    together = together.view(len(shape.items), shape.rows_per_item, *together.shape[1:])
+    together = together[:, first_row : first_row + size].flatten(0, 1)
+    torch.testing.assert_close(expected, together, **TOLERANCE[torch.float32])
 
 
 @pytest.mark.slow

@@ -36,8 +36,9 @@ def test_plan_rows_equals_its_reference(case: Case, rows: int, last: int) -> Non
     written = starts.new_empty(4, len(starts) * rows)
     tree_depths = torch.arange(len(starts) * rows, device=DEVICE).view(-1, rows) % 5
     depths = tree_depths if case.state.trees is not None else None
-    ours = gpu.plan_rows(*arguments, *written[:2], depths)
-    check_equal(ours, reference.plan_rows(*arguments, *written[2:], depths))
+    first_row = 0 if depths is None else last % 9
+    ours = gpu.plan_rows(*arguments, *written[:2], depths, first_row)
+    check_equal(ours, reference.plan_rows(*arguments, *written[2:], depths, first_row))
     assert torch.equal(ours.positions, written[0])
     assert torch.equal(ours.slots, written[1])
 
@@ -50,7 +51,7 @@ def test_commit_equals_its_reference(case: Case) -> None:
     ours, theirs = batch_cases.copied(case.state), batch_cases.copied(case.state)
     arguments = (
         case.slots, counts, case.drafts, case.sampled_token_ids, case.usable,
-        case.max_draft_tokens, case.max_depth,
+        case.max_draft_tokens, case.max_depth, case.rows_per_depth,
     )  # fmt: skip
     check_equal(gpu.commit(ours, *arguments), reference.commit(theirs, *arguments))
     batch_cases.check_states(ours, theirs)

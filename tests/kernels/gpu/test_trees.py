@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -82,6 +84,18 @@ def lattice(seed: int, batch: int, depth: int, beam: int) -> trees.Lattice:
     return trees.Lattice(token_ids.to(DEVICE), log_probs.to(DEVICE))
 
 
+def beam_lattice(seed: int, batch: int, depth: int, beam: int) -> trees.Lattice:
+    """As a drafter has it that runs for each depth: tokens of their own behind each path."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = batch, depth, beam, 30
+    token_ids = torch.rand(shape, generator=generator).argsort(-1)[..., :beam]
+    logits = torch.randint(-6, 3, shape, generator=generator).float()
+    logits[logits < -5] = -torch.inf
+    log_probs = logits.log_softmax(-1).sort(-1, descending=True).values[..., :beam].contiguous()
+    token_ids[:, 0], log_probs[:, 0] = token_ids[:, 0, :1], log_probs[:, 0, :1]
+    return trees.Lattice(token_ids.to(DEVICE), log_probs.to(DEVICE))
+
+
 def tree_state(width: int) -> DeviceBatch:
     state = make_device_batch(7, 5, width, DEVICE, None, has_trees=True)
     state.num_drafts.fill_(width)
@@ -90,9 +104,12 @@ def tree_state(width: int) -> DeviceBatch:
 
 @pytest.mark.slow
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(seeds, st.integers(1, 5), st.sampled_from([4, 8]), st.integers(1, 63), st.integers(1, 4))
+@given(
+    seeds, st.integers(1, 5), st.sampled_from([4, 8]), st.integers(1, 63), st.integers(1, 4),
+    st.sampled_from([lattice, beam_lattice]),
+)  # fmt: skip
 def test_stored_trees_are_the_references(
-    seed: int, depth: int, beam: int, num_nodes: int, batch: int
+    seed: int, depth: int, beam: int, num_nodes: int, batch: int, make: Callable[..., trees.Lattice]
 ) -> None:
     num_nodes = min(num_nodes, trees.num_candidates(depth, beam))
     generator = torch.Generator().manual_seed(seed)
@@ -101,7 +118,7 @@ def test_stored_trees_are_the_references(
     ours = tree_state(num_nodes + 2)
     ours.num_drafts[slots] = torch.randint(num_nodes + 1, (batch,), generator=generator).to(DEVICE)
     theirs = copied(ours)
-    arguments = slots, *lattice(seed, batch, depth, beam), num_depths, num_nodes
+    arguments = slots, *make(seed, batch, depth, beam), num_depths, num_nodes
     gpu.store_tree(ours, *arguments)
     reference.store_tree(theirs, *arguments)
     assert torch.equal(ours.drafts, theirs.drafts)
@@ -117,6 +134,33 @@ def test_a_tree_of_63_nodes_and_15_depths() -> None:
     reference.store_tree(theirs, *arguments)
     assert torch.equal(ours.drafts, theirs.drafts)
     check_equal(ours.trees or (), theirs.trees or ())
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(seeds, st.integers(2, 5), st.sampled_from([1, 4, 8]), st.integers(1, 4))
+def test_a_beam_extended_depth_by_depth_is_the_references_and_the_trees(
+    seed: int, depth: int, beam: int, batch: int
+) -> None:
+    token_ids, log_probs = beam_lattice(seed, batch, depth, beam)
+    log_probs[0, -1, 0, 0] = torch.nan
+    parents = token_ids.new_zeros(2, batch, (depth - 1) * beam)
+    ours = theirs = None
+    for d in range(depth - 1):
+        width = 1 if d == 0 else beam
+        level = token_ids[:, d, :width], log_probs[:, d, :width]
+        ours = gpu.extend_beam(ours, *level, parents[0], 1 + d * beam)
+        theirs = reference.extend_beam(theirs, *level, parents[1], 1 + d * beam)
+        check_equal(ours, theirs)
+    assert torch.equal(*parents)
+    assert ours is not None
+    assert torch.equal(ours.ancestors, trees.ancestors(parents[0])[:, -beam:])
+    # The nodes of the last depth that has rows are continuations of these very paths.
+    tree = trees.grow_tree(token_ids[:, :-1], log_probs[:, :-1], 999)
+    for b in range(batch):
+        own = trees.depths(tree.parents)[b, 1:] == depth - 1
+        best = tree.token_ids[b][own][:beam], tree.scores[b][own][:beam]
+        assert torch.equal(best[0], ours.token_ids[b])
+        assert torch.equal(best[1], ours.scores[b])
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -176,7 +220,7 @@ def test_a_row_whose_place_is_anothers_source_is_not_lost() -> None:
     path = reference.TreePath(
         *(torch.zeros(1, 1, dtype=torch.int64, device=DEVICE) for _ in range(3)),
         torch.tensor([[0, 2, 3, 3]], device=DEVICE),
-        torch.tensor([2], device=DEVICE),
+        *(torch.tensor([n], device=DEVICE) for n in (2, 1)),
     )
     cache = torch.arange(8.0, device=DEVICE).view(1, 8, 1, 1).repeat(1, 1, 1, 600)
     keys, values = cache.clone(), cache.clone()

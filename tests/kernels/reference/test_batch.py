@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.kernels.reference import batch, gather
-from peagle.speculation.draft_limit import draft_limit
+from peagle.speculation.draft_limit import cache_slack, draft_limit, num_draft_rows
 
 from ..gpu import batch_cases
 from ..gpu.batch_cases import Case, cases, check_equal
@@ -86,6 +86,7 @@ def test_commit_advances_slots_as_its_definition(case: Case) -> None:
         case.usable,
         case.max_draft_tokens,
         case.max_depth,
+        case.rows_per_depth,
     )
     assert torch.equal(committed.report, expected_report)
     assert committed.num_drafts.tolist() == num_drafts
@@ -100,10 +101,35 @@ def test_commit_advances_slots_as_its_definition(case: Case) -> None:
 few = st.integers(0, 12)
 
 
-@given(max_drafts=few, num_tokens=st.integers(1, 12), limit=few, capacity=few, reach=few)
+@given(
+    max_drafts=few,
+    num_tokens=st.integers(1, 12),
+    limit=few,
+    capacity=st.integers(0, 40),
+    reach=few,
+    rows_per_depth=st.integers(1, 8),
+)
 def test_the_draft_limit_counts_drafts_that_have_a_place(
-    max_drafts: int, num_tokens: int, limit: int, capacity: int, reach: int
+    max_drafts: int, num_tokens: int, limit: int, capacity: int, reach: int, rows_per_depth: int
 ) -> None:
     columns = (torch.tensor([n]) for n in (max_drafts, num_tokens, limit, capacity))
-    slow = batch_cases.slow_draft_limit(max_drafts, num_tokens, limit, capacity, reach)
-    assert draft_limit(*columns, reach).tolist() == [slow]
+    numbers = max_drafts, num_tokens, limit, capacity, reach, rows_per_depth
+    slow = batch_cases.slow_draft_limit(*numbers)
+    assert draft_limit(*columns, reach, rows_per_depth).tolist() == [slow]
+
+
+@given(st.integers(2, 8), st.integers(1, 30), st.integers(1, 8))
+def test_rows_of_trees_never_need_more_than_the_slack_behind_an_answer(
+    depth: int, num_nodes: int, rows_per_depth: int
+) -> None:
+    """At any position of a request that ends with 50 tokens."""
+    limit, drafted, verified = 50, list[int](), list[int]()
+    for num_tokens in range(1, limit):
+        place = batch_cases.slow_draft_limit(depth, num_tokens, limit, 999, 999, rows_per_depth)
+        if place:
+            drafted.append(num_tokens - 1 + num_draft_rows(place, rows_per_depth))
+            verified.append(num_tokens + num_nodes)
+    most = limit + cache_slack(depth, num_nodes, rows_per_depth)
+    assert max(verified) < most + 1
+    assert max(drafted) <= most
+    assert most in (max(drafted), max(verified) + 1)

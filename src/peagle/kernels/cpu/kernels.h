@@ -17,8 +17,9 @@ typedef struct {
 /* One step's rows: spans one after the other, each of one sequence. Mirrored in ops.py.
  *
  * Row i of a span is written behind the first one's position by i. So it stands there, unless the
- * span is a tree: then a row of `paths` gives its depth d, which is its distance from the first
- * row, and the d + 1 rows from the first one to itself. */
+ * span is a tree's: then a row of `paths` gives its depth d, which is its distance from the tree's
+ * row 0, and the d + 1 rows from that one to itself. The span's first row is row SPAN_FIRST_ROW of
+ * the tree, whose row 0 stands at SPAN_START; those before it are in the cache. */
 typedef struct {
     int64_t num_spans;
     const int64_t *spans;  /* [num_spans, SPAN_COLUMNS] */
@@ -28,8 +29,9 @@ typedef struct {
     int64_t block_size, heads, kv_heads, dim;
 } step_layout;
 
-/* Columns of `spans`: first position, rows, first entry in `blocks`, first row in `paths` or -1. */
-enum { SPAN_START, SPAN_ROWS, SPAN_BLOCKS, SPAN_PATHS, SPAN_COLUMNS };
+/* Columns of `spans`: first position, rows, first entry in `blocks`, first row in `paths` or -1,
+ * first row of a tree. */
+enum { SPAN_START, SPAN_ROWS, SPAN_BLOCKS, SPAN_PATHS, SPAN_FIRST_ROW, SPAN_COLUMNS };
 
 /* One layer's cache [S, g, D]; a window of 0 is none. */
 typedef struct {

@@ -245,7 +245,7 @@ typedef struct {
 } attention_job;
 
 /* The keys and values of positions base .. base + count - 1 as a row of a tree sees them: from
- * the span's first row on, its own path. So its sums are those it would have in a chain. */
+ * the tree's first row on, its own path. So its sums are those it would have in a chain. */
 INLINE void tree_pointers(const attention_job *job, const attention_task *task,
                           const int64_t *path, int64_t base, int64_t count, const float **keys,
                           const float **values, int64_t dim) {
@@ -366,7 +366,8 @@ void paged_attention(float *out, const float *q, int64_t q_stride, const float *
         const int64_t *blocks = step->blocks + span[SPAN_BLOCKS];
         seen += span[SPAN_ROWS] * (span[SPAN_START] + span[SPAN_ROWS]);
         for (int64_t i = 0; i < span[SPAN_ROWS]; i++, row++) {
-            int64_t slot = slot_of(blocks, step->block_size, span[SPAN_START] + i);
+            int64_t place = span[SPAN_START] + span[SPAN_FIRST_ROW] + i;
+            int64_t slot = slot_of(blocks, step->block_size, place);
             memcpy(cache->keys + slot * size, k + row * k_stride, sizeof(float) * size);
             memcpy(cache->values + slot * size, v + row * v_stride, sizeof(float) * size);
         }

@@ -43,7 +43,8 @@ class PagedSpan(NamedTuple):
     start: int
     length: int
     blocks: Sequence[int]
-    parents: Sequence[int] | None = None  # of all rows but the first, where they are a tree
+    parents: Sequence[int] | None = None  # of all rows of a tree but the first
+    first_row: int = 0  # of the tree, whose row 0 stands at `start`
 
 
 class PagedStep(ctypes.Structure):
@@ -69,13 +70,14 @@ class PagedStep(ctypes.Structure):
         assert dim % LANES == 0
         blocks, numbers, paths = array("q"), array("q"), list[list[int]]()
         for span in spans:
-            assert span.start + span.length <= len(span.blocks) * block_size
+            num_rows = span.first_row + span.length  # of a tree, with those that are there
+            assert span.start + num_rows <= len(span.blocks) * block_size
             first_path = -1 if span.parents is None else len(paths)
-            numbers.extend((span.start, span.length, len(blocks), first_path))
+            numbers.extend((span.start, span.length, len(blocks), first_path, span.first_row))
             blocks.extend(span.blocks)
             if span.parents is not None:
-                assert len(span.parents) == span.length - 1
-                paths += _paths(span.parents)
+                assert len(span.parents) == num_rows - 1
+                paths += _paths(span.parents)[span.first_row :]
         path_size = max(map(len, paths), default=0) + 1
         flat = array("q")
         for path in paths:

@@ -161,6 +161,7 @@ def _run(
 ) -> None:
     (_, heads, dim), kv_heads = q.shape, keys.shape[1]
     group = heads // kv_heads
+    assert not (window and rows.first_row), "the positions of earlier rows are not known here"
     if policy.batch_invariant:
         sizes = batch_invariant_tile(dim)
     else:
@@ -186,6 +187,7 @@ def _run(
         math.log2(math.e) * (1 / math.sqrt(dim) if scores.scale is None else scores.scale),
         math.log2(math.e) * (scores.cap or 0.0),
         Q=rows.rows_per_item,
+        FIRST_ROW=rows.first_row,
         GROUP=group,
         KV_HEADS=kv_heads,
         D=dim,
@@ -267,6 +269,7 @@ def _attend(
     scale,  # of scores whose exponentials are powers of two
     cap,  # of such scores
     Q: tl.constexpr,
+    FIRST_ROW: tl.constexpr,  # of a tree, that is the item's first
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -301,7 +304,7 @@ def _attend(
         own_row = item.to(tl.int64) * Q + row
         ancestors = tl.load(ancestors_ptr + own_row, mask=row < Q, other=0)
     last_row = tl.minimum((first_folded + BLOCK_M - 1) // GROUP, Q - 1)
-    end = tl.minimum(tl.load(ends_ptr + item).to(tl.int32), start + last_row + 1)
+    end = tl.minimum(tl.load(ends_ptr + item).to(tl.int32), start + FIRST_ROW + last_row + 1)
     end = tl.minimum(end, capacity)
     begin, lowest = 0, 0
     if WINDOW > 0:

@@ -81,8 +81,8 @@ def begin_step(state: DeviceBatch, slots: Tensor, caps: Tensor, depth: int) -> S
 @triton.jit
 def _plan(
     block_tables, tables, starts, counts, depths, out_tables, out_starts, out_ends, positions,
-    slots, num_columns, rows, block_size, padding_slot, max_position, ROWS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    slots, num_columns, rows, block_size, padding_slot, max_position, first_row,
+    ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
         wait()
@@ -92,7 +92,7 @@ def _plan(
     count = tl.load(counts + b)
     offset = tl.arange(0, ROWS).to(tl.int64)
     inside = offset < rows
-    position = start + offset
+    position = start + first_row + offset
     is_real = offset < count
     column = tl.minimum(position // block_size, num_columns - 1)
     block = tl.load(block_tables + table * num_columns + column, mask=inside, other=0).to(tl.int64)
@@ -104,7 +104,7 @@ def _plan(
     tl.store(slots + place, slot, mask=inside)
     tl.store(out_tables + b, table.to(tl.int32))
     tl.store(out_starts + b, start.to(tl.int32))
-    tl.store(out_ends + b, tl.where(count > 0, start + count, 0).to(tl.int32))
+    tl.store(out_ends + b, tl.where(count > 0, start + first_row + count, 0).to(tl.int32))
 
 
 def plan_rows(
@@ -119,13 +119,14 @@ def plan_rows(
     positions: Tensor,
     slots: Tensor,
     depths: Tensor | None = None,
+    first_row: int = 0,
 ) -> RowPlan:
     batch = tables.shape[0]
     small = torch.empty(3, batch, dtype=torch.int32, device=tables.device)
     _plan[(batch,)](
         block_tables, tables, starts, counts, depths, small[0], small[1], small[2], positions,
         slots, block_tables.shape[1], rows_per_item, block_size, padding_slot, max_position,
-        ROWS=triton.next_power_of_2(rows_per_item), num_warps=1,
+        first_row, ROWS=triton.next_power_of_2(rows_per_item), num_warps=1,
         **overlapping(),
     )  # fmt: skip
     return RowPlan(small[0], small[1], small[2], positions, slots)
@@ -135,7 +136,7 @@ def plan_rows(
 def _commit(
     slots, num_computed, num_drafts, num_rows, num_outputs, drafts, sampled, usable, last_tokens,
     computed, limits, max_drafts, max_depths, next_drafts, capacity, report, out, depth,
-    max_draft_tokens, max_depth, batch, HEADER: tl.constexpr, DEPTH: tl.constexpr,
+    max_draft_tokens, max_depth, rows_per_depth, batch, HEADER: tl.constexpr, DEPTH: tl.constexpr,
     HAS_TREES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
@@ -164,7 +165,8 @@ def _commit(
     num_tokens = now_computed + 1
     following = tl.minimum(allowed, tl.load(max_depths + slot))
     following = tl.minimum(following, limit - num_tokens - 1)
-    following = tl.minimum(following, tl.load(capacity + slot) - num_tokens + 2)
+    room = tl.load(capacity + slot) - num_tokens + 1
+    following = tl.minimum(following, (room + rows_per_depth) // rows_per_depth)
     following = tl.maximum(tl.minimum(following, max_draft_tokens - num_tokens + 1), 0)
     num_real = tl.where(following > 0, num_new, 0)
     following = tl.minimum(following, max_depth)
@@ -196,6 +198,7 @@ def commit(
     usable: Tensor,
     max_draft_tokens: int,
     max_depth: int,
+    rows_per_depth: int = 1,
 ) -> Committed:
     batch, depth = drafts.shape
     report = torch.empty(batch, HEADER + depth + 1, dtype=torch.int64, device=slots.device)
@@ -204,8 +207,8 @@ def commit(
         slots, counts.num_computed, counts.num_drafts, counts.num_rows, counts.num_outputs,
         drafts.contiguous(), sampled_token_ids.contiguous(), usable.contiguous().view(torch.int8),
         state.last_tokens, state.num_computed, state.limits, state.max_drafts, state.max_depths,
-        state.num_drafts, state.capacity, report, out, depth, max_draft_tokens, max_depth, batch,
-        HEADER=HEADER, DEPTH=triton.next_power_of_2(depth + 2),
+        state.num_drafts, state.capacity, report, out, depth, max_draft_tokens, max_depth,
+        rows_per_depth, batch, HEADER=HEADER, DEPTH=triton.next_power_of_2(depth + 2),
         HAS_TREES=state.trees is not None, num_warps=1, **overlapping(),
     )  # fmt: skip
     return Committed(report, *out.unbind(0))

@@ -24,7 +24,7 @@ from peagle.kernels.gpu.sampling import (
     find_thresholds,
 )
 from peagle.kernels.reference.sampling import SamplingMetadata
-from peagle.kernels.reference.trees import Candidates, TreePath
+from peagle.kernels.reference.trees import BeamRows, Candidates, TreePath
 from peagle.speculation.trees import num_candidates
 
 _TOPS_CHUNK = 1024  # columns: what one warp reads at once
@@ -178,15 +178,19 @@ def store_tree(
 ) -> None:
     """As kernels/reference/trees.py."""
     assert state.trees is not None
-    assert log_probs.stride(3) == 1
-    batch, depth, beam = token_ids.shape
+    by_path = token_ids.dim() == 4
+    if not by_path:
+        token_ids = token_ids[:, :, None].expand_as(log_probs)
+    assert log_probs.stride(3) == token_ids.stride(3) == 1
+    batch, depth, beam, _ = log_probs.shape
     pool = num_candidates(depth, beam)
     scores = log_probs.new_empty(batch, pool)
     parents = log_probs.new_empty(batch, pool, dtype=torch.int32)
     rows = parents.new_empty(batch, pool + 1)
     store_tree_kernel[(batch,)](
         slots,
-        token_ids.contiguous(),
+        token_ids,
+        *token_ids.stride()[:3],
         log_probs,
         *log_probs.stride()[:3],
         num_depths,
@@ -200,6 +204,7 @@ def store_tree(
         pool,
         num_nodes,
         state.drafts.shape[1],
+        BY_PATH=by_path,
         BEAM=beam,
         POOL=triton.next_power_of_2(pool),
         ROWS=triton.next_power_of_2(num_nodes + 1),
@@ -208,6 +213,70 @@ def store_tree(
         num_warps=8,
         **overlapping(),
     )
+
+
+def extend_beam(
+    beam: BeamRows | None, token_ids: Tensor, log_probs: Tensor, parents: Tensor, first_row: int
+) -> BeamRows:
+    """As kernels/reference/trees.py. M is a power of two."""
+    batch, width, size = token_ids.shape
+    out = torch.empty(3, batch, size, dtype=torch.int64, device=token_ids.device)
+    scores = log_probs.new_empty(batch, size)
+    extend_beam_kernel[(batch,)](
+        *((None, None) if beam is None else (beam.scores, beam.ancestors)),
+        token_ids.contiguous(),
+        log_probs.contiguous(),
+        scores,
+        out,
+        parents,
+        parents.stride(0),
+        first_row,
+        WIDTH=width,
+        BEAM=size,
+        num_warps=1,
+        **overlapping(),
+    )
+    return BeamRows(scores, *out.unbind(0))
+
+
+@triton.jit
+def extend_beam_kernel(
+    beam_scores, beam_ancestors, token_ids, log_probs, scores, out, parents, parents_stride,
+    first_row, WIDTH: tl.constexpr, BEAM: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (B,).
+
+    beam_scores, beam_ancestors  # [B, WIDTH]; None: WIDTH is 1, and nothing comes before
+    token_ids, log_probs         # [B, WIDTH, BEAM]
+    out                          # [3, B, BEAM]: tokens, paths, ancestors
+    """
+    if OVERLAPS:
+        wait()
+    b, batch = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    beam, square = tl.arange(0, BEAM), tl.arange(0, WIDTH * BEAM)
+    sums = tl.load(log_probs + b * WIDTH * BEAM + square)
+    sums = tl.minimum(tl.where(sums == sums, sums, float("-inf")), 0.0)
+    rank = square
+    if beam_scores is not None:
+        sums += tl.load(beam_scores + b * WIDTH + square // BEAM)
+        before = _comes_before(sums[None, :], square[None, :], sums[:, None], square[:, None])
+        rank = tl.sum(before.to(tl.int32), 1)
+    goes_on = rank[None, :] == beam[:, None]  # [BEAM, WIDTH * BEAM]
+    places = tl.sum(tl.where(goes_on, square[None, :], 0), 1)
+    path = places // BEAM
+    row = first_row + beam
+    bits = tl.full((BEAM,), 1, tl.int64)
+    parent = tl.zeros((BEAM,), dtype=tl.int64)
+    if beam_ancestors is not None:
+        bits = tl.load(beam_ancestors + b * WIDTH + path)
+        parent = (first_row - WIDTH + path).to(tl.int64)
+    own = tl.full((BEAM,), 1, tl.int64) << row.to(tl.int64)
+    at = b * BEAM + beam
+    tl.store(scores + at, tl.sum(tl.where(goes_on, sums[None, :], 0.0), 1))
+    tl.store(out + at, tl.load(token_ids + b * WIDTH * BEAM + places))
+    tl.store(out + batch * BEAM + at, path.to(tl.int64))
+    tl.store(out + 2 * batch * BEAM + at, bits | own)
+    tl.store(parents + b * parents_stride + row - 1, parent)
 
 
 @triton.jit
@@ -230,6 +299,9 @@ def _comes_before(other, other_place, score, place):
 def store_tree_kernel(
     slots,
     token_ids,
+    tokens_batch_stride,
+    tokens_depth_stride,
+    tokens_before_stride,
     log_probs,
     batch_stride,
     depth_stride,
@@ -247,6 +319,7 @@ def store_tree_kernel(
     pool,
     num_nodes,
     width,
+    BY_PATH: tl.constexpr,
     BEAM: tl.constexpr,
     POOL: tl.constexpr,
     ROWS: tl.constexpr,
@@ -265,7 +338,7 @@ def store_tree_kernel(
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + b)
     drafted = tl.load(num_depths + b)
-    token_ids += b * depth * BEAM
+    token_ids += b * tokens_batch_stride
     log_probs += b * batch_stride
     pool_scores += b * pool
     pool_parents += b * pool
@@ -277,7 +350,7 @@ def store_tree_kernel(
     first_level = _level(log_probs, depth_stride, before_stride, 0, beam, drafted, BEAM)
     beam_scores = tl.sum(tl.where(beam[:, None] == beam[None, :], first_level, 0.0), 0)
     beam_places = beam
-    last = beam  # the candidate at the end of each path
+    last = beam  # the candidate at the end of each path; by path, the path itself
     tl.store(pool_scores + beam, beam_scores)
     tl.store(pool_parents + beam, tl.full((BEAM,), -1, tl.int32))
     square = tl.arange(0, BEAM * BEAM)
@@ -294,7 +367,9 @@ def store_tree_kernel(
         goes_on = rank[None, :] == beam[:, None]  # [BEAM, BEAM * BEAM]
         beam_scores = tl.sum(tl.where(goes_on, sums[None, :], 0.0), 1)
         best_squares = tl.sum(tl.where(goes_on, square[None, :], 0), 1)
-        beam_places, last = first + best_squares, best_squares % BEAM
+        beam_places = first + best_squares
+        if not BY_PATH:
+            last = best_squares % BEAM
     tl.debug_barrier()
 
     # 2. The nodes are the best of the pool; a candidate's rank is its row.
@@ -309,7 +384,9 @@ def store_tree_kernel(
         rank += tl.sum((before & (other < pool)[None, :]).to(tl.int32), 1)
     is_node = in_pool & (rank < num_nodes)
     level = tl.where(place < BEAM, 0, 1 + (place - BEAM) // (BEAM * BEAM))
-    token = tl.load(token_ids + level * BEAM + place % BEAM, mask=is_node, other=0)
+    path = tl.where(level > 0, (place - BEAM) // BEAM % BEAM, 0)
+    own_token = token_ids + level * tokens_depth_stride + path * tokens_before_stride
+    token = tl.load(own_token + place % BEAM, mask=is_node, other=0)
     tl.store(drafts + slot * width + rank, token, mask=is_node)
     tl.store(depths + slot * (width + 1) + rank + 1, (level + 1).to(tl.int64), mask=is_node)
     tl.store(pool_rows + place, rank + 1, mask=in_pool)
@@ -383,8 +460,9 @@ def walk_tree(counts: StepCounts, sampled: Tensor, usable: Tensor, depth: int) -
     out = torch.empty(2, batch, depth + 1, dtype=torch.int64, device=sampled.device)
     path_usable = torch.empty(batch, depth + 1, dtype=torch.int8, device=sampled.device)
     drafts = torch.empty(batch, depth, dtype=torch.int64, device=sampled.device)
-    num_accepted = torch.empty(batch, dtype=torch.int64, device=sampled.device)
+    ends = torch.empty(2, batch, dtype=torch.int64, device=sampled.device)
     tokens, rows = out.unbind(0)
+    num_accepted, is_leaf = ends.unbind(0)
     walk_tree_kernel[(batch,)](
         counts.drafts,
         counts.tree.parents,
@@ -396,19 +474,21 @@ def walk_tree(counts: StepCounts, sampled: Tensor, usable: Tensor, depth: int) -
         rows,
         path_usable,
         num_accepted,
+        is_leaf,
         depth,
         num_nodes,
         ROWS=triton.next_power_of_2(num_nodes + 1),
         num_warps=1,
         **overlapping(),
     )
-    return TreePath(drafts, tokens, path_usable.view(torch.bool), rows, num_accepted)
+    return TreePath(drafts, tokens, path_usable.view(torch.bool), rows, num_accepted, is_leaf)
 
 
 @triton.jit
 def walk_tree_kernel(
     node_tokens, parents, num_drafts, sampled, usable, drafts, path_tokens, path_rows,
-    path_usable, num_accepted, depth, num_nodes, ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
+    path_usable, num_accepted, is_leaf, depth, num_nodes, ROWS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (B,). path_tokens, path_rows, path_usable  # [B, K+1]"""
     if OVERLAPS:
@@ -437,6 +517,8 @@ def walk_tree_kernel(
         taken += found.to(tl.int64)
         here = tl.where(found, child, here)
     tl.store(num_accepted + b, taken)
+    children = tl.sum((is_there & (parent == here)).to(tl.int32), 0)
+    tl.store(is_leaf + b, (children == 0).to(tl.int64))
 
 
 def move_rows(

@@ -98,14 +98,15 @@ def _visible(rows: PagedRows, window: int | None) -> Tensor:
 
 
 def _visible_in_trees(rows: PagedRows, ancestors: Tensor, window: int | None) -> Tensor:
-    """The keys before the item, and of its own rows the ancestors."""
+    """The keys before the tree, and of its own rows the ancestors."""
     shape = len(rows.starts), rows.rows_per_item, 1
     key, starts = _key_positions(rows), rows.starts[:, None, None]
-    place = key - starts  # [I, 1, T]: rows of the item from 0 on
+    place = key - starts  # [I, 1, T]: rows of the tree from 0 on
     is_ancestor = (ancestors.view(shape) >> place.clamp(0, 63)) & 1 > 0
     visible = (place < 0) | (is_ancestor & (place < 64))
     if window is None:
         return visible
+    assert not rows.first_row, "the positions of earlier rows are not known here"
     position = rows.positions.view(shape)
     own = place.clamp(0, rows.rows_per_item - 1).long()
     key_position = torch.where(place < 0, key, position.transpose(1, 2).gather(2, own))

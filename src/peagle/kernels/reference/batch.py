@@ -54,10 +54,11 @@ def plan_rows(
     positions: Tensor,  # [B * Q] written
     slots: Tensor,  # [B * Q] written
     depths: Tensor | None = None,  # [B, Q] of rows of trees: their positions behind `starts`
+    first_row: int = 0,  # of each tree
 ) -> RowPlan:
     """Positions and slots of the rows; those beyond `counts` go to the padding slot."""
     offsets = torch.arange(rows_per_item, device=starts.device)  # [Q]
-    places = starts[:, None] + offsets  # [B, Q]
+    places = starts[:, None] + first_row + offsets  # [B, Q]
     is_real = offsets < counts[:, None]
     column = (places // block_size).clamp(max=block_tables.shape[1] - 1)
     blocks = block_tables[tables[:, None], column].long()
@@ -66,7 +67,7 @@ def plan_rows(
     )
     behind = places if depths is None else starts[:, None] + depths
     positions.copy_(behind.clamp(max=max_position).flatten())
-    ends = torch.where(counts > 0, starts + counts, 0)
+    ends = torch.where(counts > 0, starts + first_row + counts, 0)
     return RowPlan(tables.int(), starts.int(), ends.int(), positions, slots)
 
 
@@ -79,6 +80,7 @@ def commit(
     usable: Tensor,  # [B, K+1] bool: False where nothing could be sampled
     max_draft_tokens: int,  # a request with more tokens is beyond the drafter's positions
     max_depth: int,  # drafts one behind the other that this step makes for the next; 0: none
+    rows_per_depth: int = 1,  # of the drafter's cache
 ) -> Committed:
     """Advances the slots.
 
@@ -102,7 +104,9 @@ def commit(
     max_drafts = torch.where(broken, 0, state.max_drafts[slots])
     capacity = state.capacity[slots]
     num_depths = torch.minimum(max_drafts, state.max_depths[slots])
-    num_depths = draft_limit(num_depths, num_computed + 1, limits, capacity, max_draft_tokens)
+    num_depths = draft_limit(
+        num_depths, num_computed + 1, limits, capacity, max_draft_tokens, rows_per_depth
+    )
     num_real = torch.where(num_depths > 0, num_new, 0)
     num_drafts = num_depths = num_depths.clamp(max=max_depth)
     if state.trees is not None:  # as many nodes as it asks for; begin_step looks for their room

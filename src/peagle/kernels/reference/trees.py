@@ -30,6 +30,7 @@ class TreePath(NamedTuple):
     usable: Tensor  # [B, K+1]
     rows: Tensor  # [B, K+1] where they stand
     num_accepted: Tensor  # [B]
+    is_leaf: Tensor  # [B] int64, 1: no node stands behind the last that it takes
 
 
 def top_tokens(
@@ -51,10 +52,43 @@ def top_tokens(
     return Candidates(best.indices if ids is None else ids[best.indices], log_probs)
 
 
+class BeamRows(NamedTuple):
+    """Rows of one depth of a tree that is being drafted, one for each path of the beam."""
+
+    scores: Tensor  # [B, M] float32
+    token_ids: Tensor  # [B, M]
+    paths: Tensor  # [B, M] which path of the depth before each goes on
+    ancestors: Tensor  # [B, M] as TreeRows
+
+
+def extend_beam(
+    beam: BeamRows | None,  # the depth before, of W paths; None: W is 1
+    token_ids: Tensor,  # [B, W, M] the candidates behind each path
+    log_probs: Tensor,  # [B, W, M]
+    parents: Tensor,  # [B, rows] as TreeRows; written
+    first_row: int,  # of the new depth: the last one's stand before it
+) -> BeamRows:
+    """The M best of all continuations, as `grow_tree` finds them."""
+    batch, width, size = token_ids.shape
+    if beam is None:
+        places = torch.arange(size, device=token_ids.device).expand(batch, size)
+        scores = trees.usable_log_probs(log_probs[:, 0])
+        before = torch.ones_like(places)
+    else:
+        sums = trees.continuations(beam.scores, trees.usable_log_probs(log_probs))
+        scores, places = trees.best_continuations(sums, size)
+        before = beam.ancestors.gather(1, places // size)
+    paths = places // size
+    rows = torch.arange(first_row, first_row + size, device=token_ids.device)
+    parents[:, rows - 1] = 0 if beam is None else first_row - width + paths
+    tokens = token_ids.flatten(1).gather(1, places)
+    return BeamRows(scores, tokens, paths, before | (1 << rows))
+
+
 def store_tree(
     state: DeviceBatch,
     slots: Tensor,  # [B]
-    token_ids: Tensor,  # [B, K, M]
+    token_ids: Tensor,  # [B, K, M], by path [B, K, M, M]
     log_probs: Tensor,  # [B, K, M, M], see speculation/trees.py
     num_depths: Tensor,  # [B] how many of the K depths a slot drafts
     num_nodes: int,
@@ -81,7 +115,7 @@ best_chain = trees.best_chain
 def walk_tree(counts: StepCounts, sampled: Tensor, usable: Tensor, depth: int) -> TreePath:
     """sampled, usable  # [B, N+1] of each row"""
     assert counts.tree is not None
-    num_accepted, rows = trees.walk_tree(
+    num_accepted, rows, is_leaf = trees.walk_tree(
         counts.drafts, counts.tree.parents, counts.num_drafts, sampled, depth
     )
     drafts = torch.full_like(rows[:, 1:], -1)
@@ -94,6 +128,7 @@ def walk_tree(counts: StepCounts, sampled: Tensor, usable: Tensor, depth: int) -
         usable.gather(1, rows),
         rows,
         num_accepted,
+        is_leaf.long(),
     )
 
 
