@@ -94,13 +94,13 @@ SHAPES = {
 # For rehearsals: as few and small layers as have every part.
 TINY = {
     "vocab_size": 512,
-    "hidden_size": 128,
+    "hidden_size": 64,
     "intermediate_size": 128,
     "moe_intermediate_size": 128,
     "num_hidden_layers": 6,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,
+    "head_dim": 16,
     "num_experts": 8,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
@@ -108,17 +108,20 @@ TINY = {
 }
 
 
-def random_target(
-    device: torch.device, shape: Shape, dtype: torch.dtype = torch.bfloat16, *, tiny: bool = False
-) -> TargetModel:
+def decoder(shape: Shape, *, tiny: bool = False) -> DecoderConfig:
     kind = getattr(transformers, shape.kind)
     own = kind().to_dict()
     small = {name: size for name, size in TINY.items() if name in own} if tiny else {}
     config = kind(**shape.sizes | small)
     config.quantization_config = shape.quantization
-    decoder = DecoderConfig.from_transformers(config)
+    return DecoderConfig.from_transformers(config)
+
+
+def random_target(
+    device: torch.device, shape: Shape, dtype: torch.dtype = torch.bfloat16, *, tiny: bool = False
+) -> TargetModel:
     with torch.device("meta"):
-        target = TargetModel(decoder)
+        target = TargetModel(decoder(shape, tiny=tiny))
     filled: TargetModel = _filled(target, device, dtype)
     return filled
 
