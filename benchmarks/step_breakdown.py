@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step_costs import Bench, drafters_for, milliseconds, timers
+from step_costs import Bench, Drafts, drafters_for, milliseconds, timers
 from torch.profiler import ProfilerActivity, profile
 
 from peagle.checkpoints.references import resolve_model
@@ -76,16 +76,17 @@ def floor_bytes(bench: Bench, batch: int, depth: int, context: int) -> dict[str,
 
 @torch.inference_mode()
 def breakdown(bench: Bench, batch: int, depth: int, context: int) -> dict[str, Any]:
-    assert bench.place(batch, context, depth)
-    step = bench.step(batch, depth, context)
+    drafts = Drafts(depth)
+    assert bench.place(batch, context, drafts)
+    step = bench.step(batch, drafts, context)
     milliseconds(step)  # compiled and warm
-    bench.place(batch, context, depth)
+    bench.place(batch, context, drafts)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
     times = []
     for _ in range(REPLAYS):
-        bench.place(batch, context, depth)
+        bench.place(batch, context, drafts)
         graph.replay()
         begun, ended = timers()
         begun.record()
@@ -94,7 +95,7 @@ def breakdown(bench: Bench, batch: int, depth: int, context: int) -> dict[str, A
         ended.record()
         ended.synchronize()
         times.append(begun.elapsed_time(ended) / IN_A_ROW)
-    bench.place(batch, context, depth)
+    bench.place(batch, context, drafts)
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for _ in range(REPLAYS):
             graph.replay()
@@ -138,7 +139,8 @@ def main() -> None:
     ).requires_grad_(False)
     rows = []
     for method, drafter in {"none": None, **drafters_for(target, args)}.items():
-        bench = Bench(target, drafter, args)
+        chains = [Drafts(depth) for depth in args.depths]
+        bench = Bench(target, drafter, chains, args)
         for batch in args.concurrency:
             for depth in [0] if drafter is None else args.depths:
                 for context in args.context:

@@ -40,7 +40,7 @@ CHECKS = """
 
 **Kernels**: on a GPU whole layers are fused Triton kernels in CUDA graphs, on a CPU one call of C.
 **Modules**: the same steps, caches and graphs, with a layer's operations one by one; on a GPU a
-grouped product for the experts.
+grouped product for the experts, torch's or, of low-bit ones, [our own](kernels.md).
 
 What is checked, at tiny sizes with random weights:
 
@@ -52,8 +52,10 @@ What is checked, at tiny sizes with random weights:
 
 ## Memory of published sizes
 
-In bfloat16, without the head and without what steps need. Low-bit checkpoints (MXFP4, FP8) load,
-and are expanded to this size; a warning says so.
+On a GPU in bfloat16, without the head and without what steps need. Experts of low-bit checkpoints
+stay as they are stored, while they are loaded, too: MXFP4 (GPT-OSS), and FP8 with scales of blocks
+of 128 x 128. On a CPU they are expanded to the last column's size, and so is every other low-bit
+weight anywhere, such as the attention's of an FP8 checkpoint; a warning says how much.
 
 """
 
@@ -70,7 +72,8 @@ between two ways:
 | paged | models whose only memory is keys and values (tested: {paged}) | attention reads and \
 writes the engine's paged cache; batching, roll-back and preemption are the engine's own | chains \
 and trees |
-| recomputed | all others: recurrent layers, convolutions, attention biases (tested: \
+| recomputed | all others: recurrent layers, convolutions, attention biases, embeddings of layers \
+(tested: \
 {recomputed}) | each step computes the whole text again, so nothing has to be rolled back | chains |
 
 Not offered for them: training and `peagle capture` with the target in this process,
@@ -83,9 +86,13 @@ Not offered for them: training and `peagle capture` with the target in this proc
   the whole text.
 - Layers whose keys are narrower than the widest ones (Gemma-4's) take the widest one's room in the
   cache.
-- Low-bit weights are expanded: GPT-OSS-120B does not fit one GPU here. vLLM keeps them low-bit.
-- Gemma-4's small models (E2B, E4B) have per-layer embeddings and shared keys: they run by
-  transformers' modules.
+- Of low-bit checkpoints the experts alone stay low-bit. FP8 needs a GPU of compute capability 8.9,
+  MXFP4 one of 8.0. FP8 experts whose gates end inside a block are expanded.
+- Gemma-3n and Gemma-4's small models (E2B, E4B) look tokens up in a table for each layer and share
+  keys: they run by transformers' modules, recomputed. Gemma-3n takes no head, since its layers hand
+  on several states of each token; it drafts by n-gram.
+- A model whose tokens see the ones behind them is refused: a draft would change what stands before
+  it.
 - Images and sound: of a multimodal checkpoint the text model is loaded alone.
 - A rope that changes with the length of the text (`longrope`, `dynamic`) is refused: drafts
   verified beyond the change would turn tokens differently from plain decoding.
@@ -98,15 +105,25 @@ class Size(NamedTuple):
     name: str
     kind: str
     options: dict[str, Any]
+    quantization: dict[str, Any] | None = None
 
 
+MXFP4 = {"quant_method": "mxfp4"}
+QWEN3_CODER = {"num_hidden_layers": 48, "head_dim": 128, "norm_topk_prob": True}
 SIZES = (
-    Size("openai/gpt-oss-20b", "GptOssConfig", {"num_hidden_layers": 24, "num_local_experts": 32}),
-    Size("openai/gpt-oss-120b", "GptOssConfig", {}),
     Size(
-        "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+        "openai/gpt-oss-20b",
+        "GptOssConfig",
+        {"num_hidden_layers": 24, "num_local_experts": 32},
+        MXFP4,
+    ),
+    Size("openai/gpt-oss-120b", "GptOssConfig", {}, MXFP4),
+    Size("Qwen/Qwen3-Coder-30B-A3B-Instruct", "Qwen3MoeConfig", QWEN3_CODER),
+    Size(
+        "Qwen/Qwen3-Coder-30B-A3B-Instruct-FP8",
         "Qwen3MoeConfig",
-        {"num_hidden_layers": 48, "head_dim": 128, "norm_topk_prob": True},
+        QWEN3_CODER,
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
     ),
     Size(
         "google/gemma-4-31B-it",
@@ -134,9 +151,10 @@ def main() -> None:
 def models_page() -> str:
     sys.path.insert(0, str(ROOT))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from tests.tiny.families import ADAPTED, RECOMPUTED
+    from tests.tiny.families import ADAPTED, RECOMPUTED, SEVERAL_STATES
 
-    ways = {"paged": ", ".join(ADAPTED), "recomputed": ", ".join(RECOMPUTED)}
+    recomputed = [*RECOMPUTED, *SEVERAL_STATES]
+    ways = {"paged": ", ".join(ADAPTED), "recomputed": ", ".join(recomputed)}
     return "".join((INTRODUCTION, families(), CHECKS, memory(), REST.format(**ways)))
 
 
@@ -183,6 +201,7 @@ def memory() -> str:
     rows = []
     for size in SIZES:
         config = getattr(transformers, size.kind)(**size.options)
+        config.quantization_config = size.quantization
         need = target_memory(DecoderConfig.from_transformers(config))
         token = need.token_bytes(torch.bfloat16)
         layers = default_aux_hidden_state_layers(config.num_hidden_layers)
@@ -194,12 +213,12 @@ def memory() -> str:
                 f"{token / 2**10:.0f} KiB",
                 f"{token * CONTEXT / 2**30:.1f} GiB",
                 ", ".join(map(str, layers)),
+                f"{need.num_parameters * torch.bfloat16.itemsize / 2**30:.0f} GiB",
             ]
         )
     text = f"cache of {CONTEXT:,} tokens"
-    return table(
-        ["model", "parameters", "weights", "cache per token", text, "aux layers unless told"], rows
-    )
+    header = ["model", "parameters", "weights", "cache per token", text, "aux layers unless told"]
+    return table([*header, "weights, expanded"], rows)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

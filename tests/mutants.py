@@ -51,6 +51,9 @@ BUDGET = ("speculation/test_budget.py",)
 GROWN_TREES = ("speculation/test_trees.py",)
 CORRECTION = ("models/test_correction.py",)
 TOGETHER = ("engine/test_features_together.py",)
+EXPERTS = ("kernels/gpu/test_experts.py",)
+LOW_BIT = ("checkpoints/test_stored_tensors.py",)
+ADAPTER = ("models/test_adapter.py",)
 REAPER = ("deploy/test_reaper.py",)
 ENDPOINTS = ("deploy/test_up_and_down.py",)
 PLANS = ("deploy/test_plan.py",)
@@ -156,6 +159,20 @@ MUTANTS = (
         "reached[num_accepted] += 0",
         COUNTS,
     ),
+    # Low-bit experts, and targets by transformers' modules.
+    Mutant(
+        "kernels/gpu/experts.py", "(pairs & 15, pairs >> 4)", "(pairs >> 4, pairs & 15)", EXPERTS
+    ),
+    Mutant(
+        "kernels/gpu/experts.py", "begins + (program - (behind - blocks))", "begins + 0", EXPERTS
+    ),
+    Mutant("kernels/gpu/experts.py", "scale_rows + start // SCALE_INPUTS", "scale_rows", EXPERTS),
+    Mutant("kernels/gpu/experts.py", "min(rows, experts)", "1", EXPERTS),
+    Mutant("checkpoints/stored_tensors.py", "<= names", "!= names", LOW_BIT),
+    Mutant("checkpoints/weights.py", "tensor.dtype != place.dtype if", "False if", LOW_BIT),
+    Mutant("models/config.py", "inner % outputs == 0 and", "", LOW_BIT),
+    Mutant("models/adapter.py", "// powers % BASE", "% BASE", ADAPTER),
+    Mutant("models/adapter.py", "tokens[:TRIAL_CUT]), expected", "tokens), expected", ADAPTER),
     # The engine.
     Mutant("engine/scheduler.py", "            left //= 2\n", "            pass\n", SCHEDULER),
     Mutant(

@@ -217,6 +217,15 @@ def test_what_no_kernel_takes_is_expanded(
 
 
 @pytest.mark.usefixtures("with_kernel")
+@pytest.mark.parametrize("weight", ["mlp.experts.2.up_proj.weight", "self_attn.q_proj.weight"])
+def test_an_fp8_weight_without_scales_is_refused(weight: str, tmp_path: Path) -> None:
+    save_fp8(tmp_path)
+    change_tensors(tmp_path, lambda t: t.pop(f"model.layers.1.{weight}_scale_inv"))
+    with pytest.raises(ModelError, match=f"{weight} has no scales"):
+        load(tmp_path)
+
+
+@pytest.mark.usefixtures("with_kernel")
 def test_bits_of_another_type_are_refused(tmp_path: Path) -> None:
     save_mxfp4(tmp_path)
     name = "model.layers.1.mlp.experts.down_proj_blocks"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -11,16 +12,20 @@ from peagle.checkpoints.heads.exporting import export_head
 from peagle.checkpoints.references import load_config
 from peagle.checkpoints.targets import load_layerless
 from peagle.engine.request import Request
-from peagle.models.config import head_rope
+from peagle.kernels.reference.experts import MXFP4
+from peagle.models import experts as experts_module
+from peagle.models.attention import causal_attention
+from peagle.models.config import DecoderConfig, head_rope
 from peagle.models.eagle import EagleNetwork
+from peagle.models.experts import LowBitMatrices
 from peagle.models.target import TargetModel
 from peagle.train.loop import TrainingRun
-from peagle.train.setup import assemble
+from peagle.train.setup import assemble, compile_layers
 from tests.checkpoints.foreign_heads import MASK, load, raw_config, raw_tensors, target_of, write
 from tests.tiny import engines, training
 from tests.tiny.families import FAMILIES
 from tests.tiny.jobs import GREEDY, Job, prompts
-from tests.tiny.models import head_drafter, save_reference
+from tests.tiny.models import UNEVEN, head_drafter, save_reference
 
 JOBS = [Job(prompt, GREEDY) for prompt in prompts(3, seed=8)]
 
@@ -81,3 +86,30 @@ def test_training_sees_the_logits_that_the_target_samples_from(name: str, tmp_pa
     assert not torch.allclose(seen, states @ table.t(), atol=0.1)
     layerless = load_layerless(model, dtype=torch.float32, device=torch.device("cpu"))
     assert torch.allclose(layerless.logits(states), seen, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_compiled_layers_leave_low_bit_experts_to_their_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Traced, they would be expanded: gpu_takes says no to a compiler."""
+    eager = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", eager)
+    config = DecoderConfig.from_transformers(FAMILIES["gpt-oss"](intermediate_size=32))
+    target = TargetModel(config.with_experts_as(MXFP4)).requires_grad_(False)
+    for experts in target.modules():
+        if isinstance(experts, LowBitMatrices):
+            experts.values.data.zero_()
+            experts.scales.data.fill_(120)
+    compile_layers(target, UNEVEN.make_head(target))
+    compiling: list[bool] = []
+
+    def takes(x: torch.Tensor) -> bool:
+        compiling.append(torch.compiler.is_compiling())
+        return False
+
+    monkeypatch.setattr(experts_module, "gpu_takes", takes)
+    places = torch.arange(3)
+    with torch.no_grad():
+        target(places, places, causal_attention(places))
+    assert compiling == [False] * 2 * config.num_hidden_layers

@@ -20,6 +20,7 @@ from torch import Tensor
 from peagle.checkpoints.files import iter_tensors, tensor_names
 from peagle.errors import ModelError
 from peagle.kernels.reference.experts import LowBitForm, expand_fp8, expand_mxfp4
+from peagle.kernels.reference.fp8 import FP8
 
 logger = logging.getLogger(__name__)
 
@@ -137,12 +138,18 @@ def _expand(name: str, tensor: Tensor, scales: dict[str, Tensor], dtype: torch.d
     if name.endswith(BLOCKS):
         own = scales.get(name.removesuffix(BLOCKS) + SCALES)
         if own is None:
-            raise ModelError(f"{name} has no scales", hint="copy the folder again")
+            raise _without_scales(name)
         return expand_mxfp4(tensor, own, dtype)
     for ending in FP8_SCALES:
         if (own := scales.get(name + ending)) is not None:
             return expand_fp8(tensor, own, dtype)
+    if tensor.dtype == FP8:  # others of the folder have them
+        raise _without_scales(name)
     return tensor
+
+
+def _without_scales(name: str) -> ModelError:
+    return ModelError(f"{name} has no scales", hint="copy the folder again")
 
 
 def _gpt_oss_experts(name: str, tensor: Tensor, from_blocks: bool) -> Tensor:

@@ -20,6 +20,7 @@ from peagle.engine.loading import choose_device
 from peagle.errors import ConfigError
 from peagle.evaluate.evaluator import Evaluator
 from peagle.models.eagle import EagleNetwork
+from peagle.models.experts import LowBitMatrices
 from peagle.models.target import TargetModel
 from peagle.teacher_forcing.draft_model import DraftModel, autocast
 from peagle.teacher_forcing.features import FeatureSource, OnlineFeatures
@@ -151,10 +152,14 @@ def feature_source(
     )
 
 
-def compile_layers(target: TargetModel, network: EagleNetwork) -> None:
+def compile_layers(target: TargetModel | None, network: EagleNetwork) -> None:
     """Layer by layer: all layers of a kind share one compilation."""
-    for layer in target.layers:
+    for layer in target.layers if target is not None else ():
         layer.compile(dynamic=False)
+    for matrices in target.modules() if target is not None else ():
+        if isinstance(matrices, LowBitMatrices):  # their kernel is not the compiler's to trace
+            call = torch.compiler.disable(matrices.grouped_linear)  # type: ignore[no-untyped-call]
+            matrices.grouped_linear = call  # type: ignore[method-assign]
     if network.config.method == "p-eagle":
         for layer in network.layers:
             layer.compile(dynamic=False)
