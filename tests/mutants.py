@@ -38,6 +38,8 @@ SAMPLING = ("speculation/test_sampling_distribution.py",)
 COUNTS = ("speculation/test_acceptance_counts.py",)
 COD = "train/test_cod.py", "teacher_forcing/test_partition.py"
 PARTITION = ("teacher_forcing/test_partition.py",)
+LOSSES = ("train/test_losses.py",)
+DATASET = ("data/test_dataset.py",)
 OPTIMIZER = ("train/test_optimizer.py",)
 LAYOUT = ("checkpoints/test_vllm_layout.py",)
 BLOCKS = ("engine/test_blocks.py",)
@@ -259,6 +261,39 @@ MUTANTS = (
         PARTITION,
     ),
     Mutant("teacher_forcing/partition.py", " and load.fits(middle)", "", PARTITION),
+    # A loss weighted by acceptance
+    Mutant(
+        "teacher_forcing/partition.py",
+        "anchors[counts[anchors] > 0] - first",
+        "torch.arange(begin, end)[counts[begin:end] > 0] - first",
+        PARTITION,
+    ),
+    Mutant(
+        "train/planner.py",
+        "depth_weights / retention.to(depth_weights.dtype)",
+        "depth_weights",
+        LOSSES,
+    ),
+    Mutant("train/losses.py", "torch.where(weights > 0, acceptance, 0.0)", "acceptance", LOSSES),
+    Mutant("train/losses.py", "p[:, :-1].cumprod(1)", "p[:, 1:].cumprod(1)", LOSSES),
+    Mutant("train/losses.py", "p[:, depth + 1] * opened", "p[:, depth] * opened", LOSSES),
+    Mutant("train/losses.py", 'of_log=losses.kind != "tv"', "of_log=True", LOSSES),
+    Mutant("train/losses.py", "rows, accumulate=True", "rows", LOSSES),
+    Mutant(
+        "train/losses.py",
+        "truth, weights, table_gradient)\n                else",
+        "truth, unit, table_gradient)\n                else",
+        LOSSES,
+    ),
+    Mutant("train/losses.py", "swept.gradient.mul_(weights[:, None])", "pass", LOSSES),
+    Mutant("train/losses.py", "torch.where(q < p, q, 0.0)", "torch.where(q > p, q, 0.0)", LOSSES),
+    Mutant(
+        "train/losses.py", "torch.minimum(p, log_q.exp())", "torch.maximum(p, log_q.exp())", LOSSES
+    ),
+    Mutant(
+        "data/dataset.py", "name if number.isdigit() and name in ids else row_id", "row_id", DATASET
+    ),
+    Mutant("data/dataset.py", " and name in ids", "", DATASET),
     Mutant("train/optimizer.py", "p.dim() >= 2]", "p.dim() >= 1]", OPTIMIZER),
     Mutant("train/optimizer.py", '"weight_decay": 0.0', '"weight_decay": 0.1', OPTIMIZER),
     Mutant("train/optimizer.py", "betas=options.betas,", "", OPTIMIZER),
