@@ -94,6 +94,23 @@ def test_a_rows_side_of_the_split_depends_on_its_id_alone(tmp_path: Path) -> Non
     assert 3 <= len(held[0]) <= 20
 
 
+def test_all_rows_of_a_conversation_are_on_one_side_of_the_split(tmp_path: Path) -> None:
+    writer = DatasetWriter(tmp_path, MADE_BY)
+    for number in range(40):
+        for suffix in ("", "#2", "#3"):
+            writer.add(Row(f"p{number}{suffix}", [1, 2], [0, 1]))
+        writer.add(Row(f"given#{number}", [1, 2], [0, 1]))  # ids of prompts that share a prefix
+    writer.flush()
+    dataset = Dataset(tmp_path)
+    sides = [{dataset.info[i]["id"] for i in side} for side in dataset.split(0.5)]
+    for ids in sides:
+        conversations = {name.partition("#")[0] for name in ids if name.startswith("p")}
+        assert 10 < len(conversations) < 30
+        own = {f"{name}{suffix}" for name in conversations for suffix in ("", "#2", "#3")}
+        assert own <= ids
+        assert 10 < len(ids - own) < 30
+
+
 def test_a_longer_row_is_cut_and_counted(tmp_path: Path) -> None:
     write(tmp_path, range(6))
     dataset = Dataset(tmp_path, max_length=6)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,8 +174,10 @@ class Dataset:
         }
 
     def split(self, held_out_share: float) -> tuple[list[int], list[int]]:
-        """Row indices to train on and to hold out. A row's side depends on its id alone."""
-        held_out = [_fraction(row["id"]) < held_out_share for row in self.info]
+        """Row indices to train on and to hold out. A row's side depends on its conversation's id
+        alone: a later row of one begins with the text of its first."""
+        ids = {row["id"] for row in self.info}
+        held_out = [_fraction(_conversation(row["id"], ids)) < held_out_share for row in self.info]
         train = [i for i, held in enumerate(held_out) if not held]
         return train, [i for i, held in enumerate(held_out) if held]
 
@@ -207,6 +209,12 @@ def _shards_of(folder: Path) -> list[dict[str, Any]]:
 
 def totals(shards: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return {key: sum(s[key] for s in shards) for key in ("rows", "tokens", "supervised_tokens")}
+
+
+def _conversation(row_id: str, ids: Set[str]) -> str:
+    """`p` for the row `p#2` of a dataset that has a row `p`: see RowBuilder."""
+    first, separator, number = row_id.rpartition("#")
+    return first if separator and number.isdigit() and first in ids else row_id
 
 
 def _fraction(row_id: str) -> float:
