@@ -67,6 +67,17 @@ def writing(path: Path, *, then: str = "") -> Iterator[None]:
         raise OutputError(f"cannot write to {path}: {reason}", hint=hint) from error
 
 
+def check_folder(folder: Path) -> None:
+    """Refuses what cannot become a folder to write into; makes nothing. For verbs that load for
+    seconds before they write."""
+    with writing(folder):
+        whole = folder.absolute()
+        place = next(path for path in (whole, *whole.parents) if path.exists())
+        code = errno.ENOTDIR if not place.is_dir() else errno.EACCES
+        if code == errno.ENOTDIR or not os.access(place, os.W_OK | os.X_OK):
+            raise OSError(code, os.strerror(code))
+
+
 @contextlib.contextmanager
 def held_folder(folder: Path) -> Iterator[None]:
     """Makes a folder and holds it alone for the block; a second writer is refused at once."""
