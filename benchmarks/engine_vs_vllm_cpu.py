@@ -5,7 +5,7 @@
 Four engines, each in a process of its own: both backends plain and with the P-EAGLE head. They
 answer in turn, round after round, so that drift of the machine hits all alike; the one that waits
 sleeps. vLLM runs as its CPU guide asks: its own processes, Intel's OpenMP preloaded, compiled
-(--enforce-eager turns that off). Wants P-EAGLE on the embedded engine >= 1.5x P-EAGLE on vLLM.
+(--enforce-eager turns that off).
 """
 
 from __future__ import annotations

@@ -36,6 +36,8 @@ from peagle.kernels.device_batch import HEADER
 from peagle.provenance import provenance
 from peagle.sampling_params import SamplingParams
 
+MODEL, HEAD = "smollm2-135m", "smollm2-135m-p-eagle"
+DEPTHS = (0, 7)  # K; 0: plain
 MEMORY = 4 << 30  # bytes of cache that nobody fills
 TOKEN = 260  # ends nothing
 PER_STEP = 4  # tokens that a step with drafts gives
@@ -60,14 +62,14 @@ class FakedRunner(Runner):
 
 
 def faked_llm(streams: int, depth: int) -> LLM:
-    head = {"model": "smollm2-135m-p-eagle", "num_speculative_tokens": depth}
+    head = {"model": HEAD, "num_speculative_tokens": depth}
     sizes: dict[str, Any] = {
         "device": "cpu",
         "max_num_seqs": streams,
         "max_model_len": 1024,
         "kv_cache_memory_bytes": MEMORY,
     }
-    llm = LLM("smollm2-135m", speculative_config=head if depth else None, **sizes)
+    llm = LLM(MODEL, speculative_config=head if depth else None, **sizes)
     engine = Engine(
         llm.engine.target,
         EngineConfig(**sizes, max_num_batched_tokens=2048),
@@ -115,7 +117,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    cells = [measure(args.streams, depth, args.max_tokens) for depth in (0, 7)]
+    cells = [measure(args.streams, depth, args.max_tokens) for depth in DEPTHS]
     for cell in cells:
         print(json.dumps(cell))
     if args.out:

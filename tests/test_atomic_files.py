@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -152,6 +154,53 @@ def test_an_atomic_file_appears_only_when_the_block_ends(tmp_path: Path) -> None
         assert not (tmp_path / "f").exists()
     assert (tmp_path / "f").read_text() == "x"
     assert _names(tmp_path) == {"f"}
+
+
+def special(folder: Path, name: str) -> Path:
+    """What exists and is no regular file, as a device is; no test may aim at a real one."""
+    path = folder / name
+    if name == "pipe":
+        os.mkfifo(path)
+    elif name == "socket":
+        with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(folder):
+            server.bind(name)  # the path of a socket must be short
+    else:
+        os.mkfifo(folder / "target")
+        path.symlink_to("target")
+    return path
+
+
+@pytest.mark.parametrize("name", ["pipe", "socket", "link"])
+def test_what_is_not_a_regular_file_is_never_replaced(tmp_path: Path, name: str) -> None:
+    path = special(tmp_path, name)
+    before = path.lstat(), _names(tmp_path)
+    for write in (write_atomic, lambda path, _: write_json(path, {})):
+        with pytest.raises(OutputError, match="not a regular file") as caught:
+            write(path, "x")
+        assert caught.value.hint
+    with pytest.raises(OSError, match="Not a directory"), atomic_folder(path):
+        pass
+    refused = pytest.raises(OutputError, match="cannot write to")
+    with refused, held_folder(path):
+        pass
+    assert (path.lstat(), _names(tmp_path)) == before
+
+
+def test_a_folder_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="it is a folder"):
+        write_atomic(tmp_path, "x")
+    assert _names(tmp_path) == set()
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("deep/f")
+    for content in ("made", "replaced"):
+        write_atomic(link, content)
+        assert (tmp_path / "deep" / "f").read_text() == content
+    assert link.is_symlink()
+    assert _names(tmp_path / "deep") == {"f"}
 
 
 def test_all_leftovers_go_but_what_a_living_writer_holds(tmp_path: Path) -> None:

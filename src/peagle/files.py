@@ -67,6 +67,17 @@ def writing(path: Path, *, then: str = "") -> Iterator[None]:
         raise OutputError(f"cannot write to {path}: {reason}", hint=hint) from error
 
 
+def check_folder(folder: Path) -> None:
+    """Refuses what cannot become a folder to write into; makes nothing. For verbs that load for
+    seconds before they write."""
+    with writing(folder):
+        whole = folder.absolute()
+        place = next(path for path in (whole, *whole.parents) if path.exists())
+        code = errno.ENOTDIR if not place.is_dir() else errno.EACCES
+        if code == errno.ENOTDIR or not os.access(place, os.W_OK | os.X_OK):
+            raise OSError(code, os.strerror(code))
+
+
 @contextlib.contextmanager
 def held_folder(folder: Path) -> Iterator[None]:
     """Makes a folder and holds it alone for the block; a second writer is refused at once."""
@@ -112,8 +123,13 @@ def sha256_of(path: Path) -> str:
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yields an empty temporary sibling that becomes `path` when the block ends without an error.
 
-    The block must write into that file and not put another in its place.
+    The block must write into that file and not put another in its place. A link is followed: what
+    it leads to is replaced. A device or a pipe never is: as root that would break the machine.
     """
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "not a regular file"
+        raise OutputError(f"cannot write to {path}: it is {what}", hint="name a file")
+    path = Path(os.path.realpath(path))
     remove_leftovers(path)
     temporary = _temporary_sibling(path)
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask

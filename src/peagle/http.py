@@ -13,11 +13,11 @@ import logging
 import ssl
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from peagle.errors import ConfigError
+from peagle.errors import BackendError, ConfigError
 
 ADDRESS_HINT = "write http://HOST:PORT"
 FATAL = (401, 403, 404, 405)  # the same for every request
@@ -80,6 +80,7 @@ class RefusedError(ServerError):
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"HTTP {status}: {message}")
+        self.is_about_key = status in (401, 403)
         self.is_fatal = status in FATAL
         self.is_temporary = status == 429 or status >= 500
         self.is_wrong_request = 400 <= status < 500 and not (self.is_fatal or self.is_temporary)
@@ -198,6 +199,19 @@ def retrying(
 @functools.cache  # once for all requests that wait for this server
 def _say_once(url: str, reason: str) -> None:
     logger.warning("%s: %s; trying again", url, reason)
+
+
+def check_reachable(endpoint: Endpoint) -> None:
+    """Raises where nobody answers, or our key is refused; any other answer will do."""
+    try:
+        with HttpClient(replace(endpoint, timeout=HEALTH_TIMEOUT)) as http:
+            http.get("/v1/models")
+    except ServerError as error:
+        if isinstance(error, RefusedError) and not error.is_about_key:
+            return
+        raise BackendError(
+            f"{endpoint.url} gives no answer: {error}", hint="check the address and the key"
+        ) from None
 
 
 def is_healthy(url: str) -> bool:

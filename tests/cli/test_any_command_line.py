@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,7 +59,8 @@ TEXTS = (
     "null",
     "a=b",
 )
-PATHS = (".", "missing/folder", "file.txt", "folder", "/proc/none", "/dev/null")
+# Nothing in /dev: whoever runs this as root would lose it to a fault. A socket is refused alike.
+PATHS = (".", "missing/folder", "file.txt", "folder", "/proc/none", "socket")
 # What a verb needs besides, so that it gets as far as it can without a model.
 ARGUMENTS = {
     "demo": ["--prompts", "1"],
@@ -111,8 +113,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     def build(model: str, engine: EngineConfig, drafter: SpeculativeConfig | None) -> FakeLLM:
         return FakeLLM(model, engine, drafter)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, socket.socket(socket.AF_UNIX) as server:
         patch.chdir(folder)
+        server.bind("socket")
         patch.setattr(engines, "build_llm", build)
         patch.setattr(typer.main, "get_command", lambda _: COMMAND)  # building it takes longest
         patch.delenv("PEAGLE_DEBUG", raising=False)

@@ -93,6 +93,25 @@ def test_bad_input_is_one_line(
     assert len(lines) <= 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--out", "file/o"), "cannot write to file/o: Not a directory"),
+        (("--out", "o", "--device", "abacus"), "--device 'abacus' is unknown"),
+        (("--out", "o", "--backend", "http://127.0.0.1:9", "--workload", "/no"), "no answer"),
+    ],
+)
+def test_what_needs_no_model_is_found_before_one_is_read(
+    command: Shell, arguments: tuple[str, ...], message: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert command("bench", "/missing", *arguments) == 2
+    assert message in command.err.splitlines()[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_failures_are_named_but_not_all(capsys: pytest.CaptureFixture[str]) -> None:
     broken = make_cell("p-eagle", 3, (90.0, 91.0), partial=True)
     errors = [replace(run, errors=[f"p{n}: gone" for n in range(9)]) for run in broken.repeats]

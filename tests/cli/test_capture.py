@@ -71,6 +71,19 @@ def test_limits_and_mistakes_are_one_line(
     assert "No space left on device" in command.err
 
 
+def test_a_wrong_folder_and_a_wrong_device_are_found_before_the_model_is(
+    command: Shell, data: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    for changes, message in (
+        (("--out", str(tmp_path / "file")), "Not a directory"),
+        (("--out", str(tmp_path / "o"), "--device", "abacus"), "--device 'abacus' is unknown"),
+    ):
+        assert command("capture", data, "--model", "/missing", *changes) == 2
+        assert message in command.err
+    assert not (tmp_path / "o").exists()
+
+
 def test_a_folder_that_another_process_writes_to_is_refused(
     command: Shell, model: str, data: str, tmp_path: Path
 ) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import io
+import itertools
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peagle.cli.chat import WrappedText
 
 from .fakes import ANSWER, CONTEXT, FakeLLM, Shell
 
@@ -101,3 +107,56 @@ def test_a_full_context_points_to_reset(shell: Shell, say: Say) -> None:
     say("x" * CONTEXT)
     assert shell("chat", "m") == 2
     assert "hint: /reset starts a new conversation" in shell.err
+
+
+TEXT = st.text(st.sampled_from("aaaab \n\t語é"), max_size=60)
+
+
+@given(text=TEXT, width=st.integers(4, 12), data=st.data())
+def test_words_are_whole_and_lines_fit_the_terminal(
+    text: str, width: int, data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    shown, whole = WrappedText(width), WrappedText(width)
+    wrapped = "".join(map(shown.add, pieces)) + shown.end()
+    assert wrapped == whole.add(text) + whole.end()  # however the text arrives
+    assert "".join(wrapped.split()) == "".join(text.split())
+    written = [word for word in text.replace("語", " 語 ").split() if len(word) <= width]
+    lines = wrapped.replace("語", " 語 ").split("\n")
+    assert Counter(written) <= Counter(word for line in lines for word in line.split())
+    for line in wrapped.expandtabs(8).split("\n"):
+        too_long = len(line) + line.count("語") > width
+        assert not too_long or " " not in line  # a word longer than a line
+
+
+def test_a_word_waits_only_where_it_might_not_fit() -> None:
+    shown = WrappedText(10)
+    assert [shown.add(piece) for piece in ("On", "e", " tw", "o", " three", " 語")] == [
+        "On",
+        "e",
+        " ",
+        "",
+        "two ",
+        "\nthree 語",
+    ]
+    assert shown.end() == ""
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_only_a_terminal_gets_broken_lines(
+    shell: Shell, say: Say, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    monkeypatch.setenv("COLUMNS", "9")
+    say("a")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    assert shell("chat", "m") == 0
+    assert shell.out == ("one two \nthree\n" if is_terminal else "one two three\n")
+
+
+def test_a_flag_that_is_unlike_any_other_is_not_mistaken_for_one(shell: Shell) -> None:
+    assert shell("chat", "m", "--json") == 2
+    assert "No such option: --json" in shell.err
+    assert "did you mean" not in shell.err
+    assert shell("chat", "m", "--max-token", "3") == 2
+    assert "did you mean --max-tokens?" in shell.err

@@ -1,4 +1,4 @@
-"""prepare, capture and train, stopped at random moments and begun again: the same result.
+"""prepare, capture, train and bench, stopped at random moments and begun again: the same result.
 
 Signals meet forked processes, which need not import torch again. PEAGLE_SOAK=30 tries that many
 moments of each verb.
@@ -6,6 +6,7 @@ moments of each verb.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import multiprocessing
@@ -23,6 +24,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from peagle.bench.results.document import load_results
+from peagle.bench.results.store import Store, run_name
+from peagle.checkpoints.references import load_config
 from peagle.cli.main import main
 from peagle.data.dataset import Dataset
 from peagle.processes import raise_terminated
@@ -37,6 +41,15 @@ FORK = multiprocessing.get_context("fork")
 Tensors = dict[str, torch.Tensor]
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported(model: str) -> None:
+    """What each process would import for itself, for seconds."""
+    modules = ("bench.run.bench", "engine.llm", "train.loop")
+    for name in ("pydantic", "rich.console", *(f"peagle.{module}" for module in modules)):
+        importlib.import_module(name)
+    load_config(Path(model))  # transformers
 
 
 def _command(args: list[str], log: Path, ready: Event) -> None:
@@ -144,7 +157,11 @@ def head_and_checkpoint(folder: Path) -> Tensors:
     }
 
 
-def test_train_ends_with_the_same_head(model: str, data: str, tmp_path: Path) -> None:
+def test_train_ends_with_the_same_head(
+    model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "PEAGLE_SOAK" not in os.environ:  # drawing takes longer than all the rest
+        monkeypatch.setattr("peagle.train.journal.draw_curves", lambda *_: None)
     options: dict[str, Any] = {
         "target": {"model": model},
         "head": {"num_hidden_layers": 2, "max_speculative_tokens": 3, "num_speculative_tokens": 2},
@@ -162,3 +179,31 @@ def test_train_ends_with_the_same_head(model: str, data: str, tmp_path: Path) ->
         return ["train", str(recipe), f"run.folder={out}", *(["--resume"] if begun else [])]
 
     check_soak(line, tmp_path, head_and_checkpoint)
+
+
+def answers_and_counts(folder: Path) -> Tensors:
+    """What does not depend on the clock: which runs there are, what was answered and accepted."""
+    results = load_results(folder)
+    assert not results.partial
+    assert results.lossless is not None
+    compared = results.lossless
+    found = {"lossless": torch.tensor([compared.compared, compared.different])}
+    for file in Store(folder).load_all():
+        name = run_name(file.cell, file.repeat)
+        counts = [file.run.stats[key] for key in ("num_drafts", "num_accepted_tokens")]
+        found[name] = torch.tensor([file.run.num_requests, file.run.num_output_tokens, *counts])
+        for answer in file.answers:
+            found[f"{name}/{answer.prompt}"] = torch.tensor(answer.token_ids)
+        for sample in file.samples:
+            drafted = [token.drafted for token in sample.tokens]
+            found[f"{name}/{sample.prompt}/drafted"] = torch.tensor(drafted)
+    return found
+
+
+def test_bench_measures_the_same_answers(
+    model: str, head: str, prompts: str, tmp_path: Path
+) -> None:
+    grid = ["--spec-model", head, "--spec-tokens", "2", "--concurrency", "1,2"]
+    work = ["--workload", prompts, "--num-prompts", "3", "--max-tokens", "8", "--repeats", "2"]
+    options = [model, "--device", "cpu", *grid, *work]
+    check_soak(lambda out: ["bench", *options, "--out", str(out)], tmp_path, answers_and_counts)

@@ -84,7 +84,6 @@ def test_an_endpoint_answers_instead(
         ({"--prompts": "/missing.jsonl"}, "no prompts at /missing.jsonl"),
         ({"--model": "/missing"}, "there is no folder /missing"),
         ({"--endpoint": "localhost"}, "is not an address"),
-        ({"--endpoint-key-env": "UNSET", "--endpoint": "http://x"}, "UNSET is not set"),
         ({"--temperature": "-1"}, "--temperature -1.0 is out of range"),
         ({"--max-prompt-tokens": "2"}, "no prompt was answered"),
         ({"--limit": "0"}, "--limit 0 is out of range"),
@@ -98,6 +97,37 @@ def test_a_users_error_is_one_line(
     options = {"--model": model, "--prompts": prompts, "--out": str(tmp_path)} | changes
     assert command(*PREPARE, *(word for pair in options.items() for word in pair)) == 2
     assert message in command.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--endpoint": "http://127.0.0.1:9"}, "http://127.0.0.1:9 gives no answer"),
+        ({"--endpoint-key-env": "UNSET", "--endpoint": "http://x"}, "UNSET is not set"),
+        ({"--out": "file/data"}, "cannot write to file/data: Not a directory"),
+        ({"--out": "file"}, "cannot write to file: Not a directory"),
+        ({"--device": "abacus"}, "--device 'abacus' is unknown"),
+    ],
+)
+def test_what_needs_no_model_is_found_before_one_is_read(
+    changes: dict[str, str], message: str, command: Shell, prompts: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    options = {"--model": "/missing", "--prompts": prompts, "--out": "data"} | changes
+    assert command("prepare", *(word for pair in options.items() for word in pair)) == 2
+    assert message in command.err
+    assert command.err.count("\n") == 2  # and a hint
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_refused_key_ends_it_at_once(command: Shell, prompts: str, tmp_path: Path) -> None:
+    options = ("--model", "/missing", "--prompts", prompts, "--out", str(tmp_path / "d"))
+    with serving(lambda body: (500, {}), models=(401, {"message": "no such key"})) as (url, asked):
+        assert command(*PREPARE, *options, "--endpoint", url) == 2
+    assert "gives no answer: HTTP 401: no such key" in command.err
+    assert asked == []
 
 
 def test_a_folder_of_other_options_is_refused(

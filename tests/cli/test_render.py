@@ -113,10 +113,10 @@ def evaluate_tables(shell: Shell, folder: Path) -> None:
 def train_tables(shell: Shell, folder: Path) -> None:
     parts = {"the target's weights and tables": 5 << 30, "optimiser": 1 << 20}
     sizes = SimpleNamespace(parts=parts, total=6 << 30, num_gpus=8)
-    train._print_memory("cuda", sizes)  # type: ignore[arg-type]
+    train._print_memory("cuda", sizes, sys.stdout)  # type: ignore[arg-type]
     names = ("peak_memory_gib", "tokens_per_second", "waiting_share", "seconds_per_step")
     more = ("forecast_steps", "forecast_minutes", "disk_gib", "disk_free_gib")
-    train._print_forecast(dict.fromkeys((*names, *more), 12_345.678), 1.5, "cuda")
+    train._print_forecast(dict.fromkeys((*names, *more), 12_345.678), 1.5, "cuda", sys.stdout)
 
 
 def deploy_tables(shell: Shell, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,17 @@ def test_a_users_error_is_one_line(shell: Shell, tmp_path: Path) -> None:
         assert shell("report", str(path)) == 2
         assert message in shell.err
         assert shell.err.count("error:") == 1
+
+
+def test_a_pipe_is_refused_before_anything_is_drawn(
+    shell: Shell, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peagle.bench.report.page.build_page", None)
+    os.mkfifo(folder / "pipe")
+    assert shell("report", str(folder), "--out", str(folder / "pipe")) == 2
+    assert "not a regular file" in shell.err
+    assert "hint: name a file" in shell.err
+    assert (folder / "pipe").is_fifo()
 
 
 def test_a_missing_matplotlib_says_how_to_get_it(

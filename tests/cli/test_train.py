@@ -54,16 +54,18 @@ def test_a_run_shows_progress_and_ends_with_its_head(
     command: Shell, recipe: Path, tmp_path: Path
 ) -> None:
     assert command("train", str(recipe)) == 0
-    assert command.json["head"] == str(tmp_path / "run" / "head")
-    assert command.json["step"] == 3
+    assert command.out.startswith(f"{tmp_path / 'run' / 'head'}: best at step ")
+    assert "of 3, acceptance length" in command.out
     assert "step 1 (33%" in command.err
     assert "step 3 (100%" in command.err
     assert "tokens/s" in command.err
     assert (tmp_path / "run" / "head" / "config.json").is_file()
     assert command("train", str(recipe)) == 2
     assert "already holds a run" in command.err
-    assert command("train", str(recipe), "schedule.steps=4", "--resume") == 0
+    assert command("train", str(recipe), "schedule.steps=4", "--resume", "--json") == 0
     assert command.json["step"] == 4
+    assert command.json["head"] == str(tmp_path / "run" / "head")
+    assert len(command.out.splitlines()) == 1
 
 
 def test_the_dry_run_computes_measures_and_leaves_no_trace(
@@ -76,6 +78,8 @@ def test_the_dry_run_computes_measures_and_leaves_no_trace(
         assert part in command.out
     for part in ("computed", "measured", "minutes in steps", "tokens/s", "disk at most"):
         assert part in command.out
+    assert command("train", str(recipe), "--dry-run", "run.device=auto", "--json") == 0
+    assert len(command.out.splitlines()) == 1
     memory = command.json["memory"]
     assert memory["cuda"]["num_gpus"] == 1  # computed without a GPU at hand
     assert memory["cuda"]["total_gib"] > 0
@@ -86,11 +90,11 @@ def test_the_dry_run_computes_measures_and_leaves_no_trace(
 def test_the_dry_run_computes_for_gpus_that_are_not_here(command: Shell, recipe: Path) -> None:
     moments = {}
     for gpus in ("1", "4"):
-        options = ("--gpus", gpus, "run.device=auto", "run.sharding=fsdp2")
+        options = ("--gpus", gpus, "run.device=auto", "run.sharding=fsdp2", "--json")
         assert command("train", str(recipe), "--dry-run", *options) == 0
         moments[gpus] = command.json["memory"]["cuda"]["parts_bytes"]["AdamW's moments"]
     assert moments["4"] == moments["1"] // 4
-    assert "each of 4 GPUs" in command.out
+    assert "each of 4 GPUs" in command.err
 
 
 def test_a_typo_names_the_nearest_key(command: Shell, recipe: Path) -> None:
@@ -182,7 +186,7 @@ def test_a_signal_saves_the_step_and_says_how_to_go_on(
         assert command("train", str(recipe)) == code
     assert f"interrupted: {tmp_path / 'run'} keeps step 1" in command.err
     assert "--resume" in command.err
-    assert command("train", str(recipe), "--resume") == 0
+    assert command("train", str(recipe), "--resume", "--json") == 0
     assert command.json["step"] == 3
 
 
@@ -195,7 +199,7 @@ def test_a_run_that_nobody_can_judge_is_warned_of(
     manifest["made_by"]["target"] = "another-model"
     (tmp_path / "foreign" / "manifest.json").write_text(json.dumps(manifest))
     overrides = ("data.held_out_share=0", f"data.path={tmp_path / 'foreign'}")
-    assert command("train", str(recipe), *overrides) == 0
+    assert command("train", str(recipe), *overrides, "--json") == 0
     assert "none of the 8 rows is held out at data.held_out_share=0.0" in command.err
     assert "are another-model's, not" in command.err
     assert (command.json["best"], command.json["best_step"]) == (None, None)
@@ -227,3 +231,5 @@ def test_the_config_is_printed_whole(command: Shell, recipe: Path) -> None:
     printed = yaml.safe_load(command.out)
     assert printed["run"]["seed"] == 7
     assert printed["optimizer"]["max_grad_norm"] == 1.0
+    assert command("train", str(recipe), "--print-config", "run.seed=7", "--json") == 0
+    assert command.json == printed

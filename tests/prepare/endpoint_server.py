@@ -19,15 +19,22 @@ def completion(token_ids: list[int], finish_reason: str = "stop") -> Reply:
 
 
 @contextmanager
-def serving(behaviour: Behaviour) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """-> the address, and the requests as they come."""
+def serving(
+    behaviour: Behaviour, models: Reply = (501, {})
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """-> the address, and the posted requests as they come. `models`: what a GET brings."""
     requests: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             requests.append({"path": self.path, "key": self.headers["Authorization"], **body})
-            status, document = behaviour(body)
+            self._reply(*behaviour(body))
+
+        def do_GET(self) -> None:
+            self._reply(*models)
+
+        def _reply(self, status: int, document: Any) -> None:
             content = json.dumps(document).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))

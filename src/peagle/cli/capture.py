@@ -12,7 +12,7 @@ from peagle.cli import render
 from peagle.cli.flags import Json, expand_flags
 from peagle.cli.flags.engine import EngineFlags
 from peagle.errors import ConfigError
-from peagle.files import held_folder
+from peagle.files import check_folder, held_folder
 from peagle.progress import track
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ def capture(
             "--quantization is the embedded engine's here",
             hint=f"use --vllm 'args=[--quantization={engine.given['quantization']}]'",
         )
+    if not forecast_only:
+        check_folder(out)
     section = vllm_section(vllm or []) if backend == "vllm" else None
     opened = Dataset(dataset, max_length)
     plan = plan_capture(opened, model, engine.config(), _layer_ids(layer_ids), section)

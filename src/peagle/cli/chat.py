@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import shutil
 import signal
 import sys
 import time
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -113,15 +115,16 @@ def _answer(llm: LLM, messages: list[Message], params: SamplingParams) -> str:
     request = llm.render_chat(messages)
     start = time.perf_counter()
     text, result = "", None
+    shown = WrappedText(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
     with _interrupt_flag() as interrupted:
         stream = llm.stream(request, params)
         for result in stream:
-            render.write(result.outputs[0].text[len(text) :])
+            render.write(shown.add(result.outputs[0].text[len(text) :]))
             text = result.outputs[0].text
             if interrupted:
                 stream.close()
                 break
-    render.write("\n")
+    render.write(f"{shown.end()}\n")
     if result is None:
         return text
     if result.outputs[0].finish_reason == "error":
@@ -131,6 +134,62 @@ def _answer(llm: LLM, messages: list[Message], params: SamplingParams) -> str:
     seconds = time.perf_counter() - start
     render.note(f"[{ending}{render.stats_line(num_tokens, seconds, result.stats)}]")
     return text
+
+
+class WrappedText:
+    """Text that arrives in pieces, broken between words where a line of the terminal ends. A word
+    waits for its end where it might not fit. Width None: nothing is broken."""
+
+    def __init__(self, width: int | None) -> None:
+        self.width = width
+        self._column = 0
+        self._word = ""
+        self._first = True  # the line has no space yet, so nothing is gained by a break
+
+    def add(self, text: str) -> str:
+        """-> what can be shown now."""
+        return text if self.width is None else "".join(map(self._add, text))
+
+    def end(self) -> str:
+        word, self._word = self._word, ""
+        size = sum(map(_cells, word))
+        breaks = bool(word) and not self._first and not self._fits(size)
+        if breaks:
+            self._start_line()
+        self._column += size
+        while not self._fits(0):  # the terminal breaks a word that is longer than a line
+            self._column -= self.width or self._column
+        return "\n" + word if breaks else word
+
+    def _add(self, character: str) -> str:
+        if character.isspace():
+            return self.end() + self._space(character)
+        self._word += character
+        stands_alone = _cells(character) == 2  # Chinese has no spaces to wait for
+        return self.end() if self._first or stands_alone else ""
+
+    def _space(self, character: str) -> str:
+        if character == "\n":
+            self._start_line()
+            return character
+        size = 8 - self._column % 8 if character == "\t" else 1
+        self._first = False
+        if not self._fits(size):
+            return ""  # the line ends here anyway
+        self._column += size
+        return character
+
+    def _start_line(self) -> None:
+        self._column, self._first = 0, True
+
+    def _fits(self, size: int) -> bool:
+        return self.width is None or self._column + size <= self.width
+
+
+def _cells(character: str) -> int:
+    if unicodedata.combining(character):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 def _cut(result: RequestOutput, params: SamplingParams) -> str:

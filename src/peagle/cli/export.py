@@ -10,6 +10,7 @@ import typer
 from peagle.cli import render
 from peagle.cli.flags import Json
 from peagle.errors import ConfigError
+from peagle.files import check_folder
 
 
 def export(
@@ -35,6 +36,7 @@ def export(
     from peagle.checkpoints.heads.references import resolve_head
     from peagle.checkpoints.heads.vllm_layout import UNNAMED_TARGET
 
+    check_folder(out)
     named = read_head_config(resolve_head(head))
     target = model or named.target_model
     if target == UNNAMED_TARGET:

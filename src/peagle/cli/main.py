@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 import traceback
@@ -186,9 +187,9 @@ def _failed(code: int, message: str, hint: str | None) -> int:
 
 def _usage_error(error: TyperException) -> tuple[str, str]:
     """Message and hint. typer keeps its usage errors' fields off the public base class."""
-    nearest = getattr(error, "possibilities", None)
+    nearest = _nearest(error)
     if nearest:
-        return error.message, f"did you mean {nearest[0]}?"
+        return error.message, f"did you mean {nearest}?"
     parameter: Any = getattr(error, "param", None)
     errors = getattr(error.__cause__, "errors", None)
     wrong = errors()[0] if parameter and errors else {"type": None}  # pydantic's, of a value
@@ -199,6 +200,16 @@ def _usage_error(error: TyperException) -> tuple[str, str]:
     if error.message.startswith("No such option: -") and "--" not in error.message:
         return error.message, "write -- before a text that begins with a dash"
     return error.format_message(), f"see {context.command_path if context else 'peagle'} --help"
+
+
+def _nearest(error: TyperException) -> str | None:
+    """typer's guess, unless dashes alone make it alike: --json is not nearly --stop."""
+    typed, guesses = getattr(error, "option_name", None), getattr(error, "possibilities", None)
+    names = {guess.lstrip("-"): guess for guess in guesses or ()}
+    if typed is not None:
+        found = difflib.get_close_matches(typed.lstrip("-"), names, n=1)
+        return names[found[0]] if found else None
+    return next(iter(guesses or ()), None)
 
 
 def _refused(error: OSError) -> tuple[str, str]:

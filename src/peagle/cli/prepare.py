@@ -15,7 +15,7 @@ from peagle.cli.flags.drafter import DrafterFlags
 from peagle.cli.flags.engine import EngineFlags
 from peagle.cli.flags.vllm import BackendFlags
 from peagle.errors import ConfigError, DataError
-from peagle.files import held_folder
+from peagle.files import check_folder, held_folder
 
 if TYPE_CHECKING:
     from peagle.backends.vllm.options import VllmOptions
@@ -74,6 +74,9 @@ def prepare(
     from peagle.data.dataset import Dataset, DatasetWriter
     from peagle.data.prompts import read_prompts
     from peagle.data.summary import summarise
+    from peagle.engine.loading import choose_device
+    from peagle.http import Endpoint, check_reachable
+    from peagle.prepare.endpoint import EndpointAnswers
     from peagle.prepare.preparation import ALL_ROWS, Preparation
 
     # 1. Whatever can be wrong without the model is reported before it is loaded.
@@ -84,16 +87,22 @@ def prepare(
         answers_from=_answers_from(backend, endpoint, endpoint_model or model),
     )
     vllm = backend.vllm_options(engine)
+    check_folder(out)
+    key, there = _key(endpoint_key_env), None
+    if endpoint is not None:
+        there = Endpoint(endpoint, endpoint_model or model, key, through_proxy=True)
+        check_reachable(there)
+    elif vllm is None:
+        choose_device(engine.config())
     found = read_prompts(prompts, split=split, limit=limit)
     tokenizer = load_tokenizer(resolve_model(model))
     asking = spec.dialogue_options(tokenizer)
-    key = _key(endpoint_key_env)
     with held_folder(out):
         writer = DatasetWriter(out, spec.record(tokenizer), rows_per_shard=ALL_ROWS)
 
         # 2. Answers, from here or from there.
-        if endpoint is not None:
-            source = _endpoint(endpoint, endpoint_model or model, key, spec, concurrency)
+        if there is not None:
+            source: AnswerSource = EndpointAnswers(there, spec.params, concurrency)
         elif vllm is not None:
             source = _vllm(model, engine, drafter, spec, vllm)
         else:
@@ -156,18 +165,11 @@ def _answers_from(backend: BackendFlags, endpoint: str | None, name: str) -> str
     return f"endpoint {name}"
 
 
-def _endpoint(
-    url: str, model: str, key: str | None, spec: DatasetSpec, concurrency: int
-) -> AnswerSource:
-    from peagle.http import Endpoint
-    from peagle.prepare.endpoint import EndpointAnswers
-
-    return EndpointAnswers(Endpoint(url, model, key, through_proxy=True), spec.params, concurrency)
-
-
 def _key(variable: str | None) -> str | None:
     if variable is not None and variable not in os.environ:
-        raise ConfigError(f"--endpoint-key-env: {variable} is not set")
+        raise ConfigError(
+            f"--endpoint-key-env: {variable} is not set", hint=f"export {variable}=KEY"
+        )
     return os.environ[variable] if variable is not None else None
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from peagle.cli import render
+from peagle.cli.flags import Json
 from peagle.files import held_folder
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ def train(
         bool,
         typer.Option("--vllm-command", help="Print the server for data.features=vllm and exit."),
     ] = False,
+    as_json: Json = False,
 ) -> None:
     """Train a P-EAGLE or EAGLE-3 head."""
     from peagle.train.recipe import load_recipe
@@ -57,19 +60,28 @@ def train(
     if print_config:
         from peagle.train.recipe_yaml import commented_yaml
 
-        render.write(commented_yaml(chosen))
-        return
-    if vllm_command:
+        _show(chosen.as_dict(), commented_yaml(chosen), as_json)
+    elif vllm_command:
         from peagle.train.features.vllm_server import shell_command
 
-        typer.echo(shell_command(chosen))
-        return
-    if dry_run:
-        document = _dry_run(chosen, gpus or int(os.environ.get("WORLD_SIZE", "1")))
+        command = shell_command(chosen)
+        _show({"command": command}, f"{command}\n", as_json)
+    elif dry_run:
+        num_gpus = gpus or int(os.environ.get("WORLD_SIZE", "1"))
+        document = _dry_run(chosen, num_gpus, sys.stderr if as_json else sys.stdout)
+        _show(document, "", as_json)
     else:
         document = _train(chosen, resume=resume)
-    if _is_first_process():
+        _show(document, _outcome(document), as_json)
+
+
+def _show(document: dict[str, Any], text: str, as_json: bool) -> None:
+    if not _is_first_process():
+        return
+    if as_json:
         render.print_json(document)
+    else:
+        render.write(text)
 
 
 def _train(recipe: Recipe, *, resume: bool) -> dict[str, Any]:
@@ -96,13 +108,22 @@ def _train(recipe: Recipe, *, resume: bool) -> dict[str, Any]:
     }
 
 
+def _outcome(document: dict[str, Any]) -> str:
+    """`runs/m/head: best at step 900 of 1000, acceptance length 2.31`."""
+    head, last = document["head"], document["step"]
+    if document["best"] is None:
+        return f"{head}: from step {last}; no rows were held out to evaluate it\n"
+    best = f"acceptance length {document['best']:.2f}"
+    return f"{head}: best at step {document['best_step']} of {last}, {best}\n"
+
+
 def _how_to_go_on(folder: Path, step: int) -> str:
     if not step:
         return f"no step is saved in {folder}; give the same command to start again"
     return f"{folder} keeps step {step}; give the same command with --resume to go on"
 
 
-def _dry_run(recipe: Recipe, num_gpus: int) -> dict[str, Any]:
+def _dry_run(recipe: Recipe, num_gpus: int, file: IO[str]) -> dict[str, Any]:
     """First what is computed, for a GPU even where there is none; then what is measured here."""
     from peagle.train.forecast import forecast
     from peagle.train.inputs import read_inputs
@@ -118,24 +139,27 @@ def _dry_run(recipe: Recipe, num_gpus: int) -> dict[str, Any]:
     if here == "cpu":
         computed["cpu"] = footprint(inputs, 1, "cpu")
     for device, one in computed.items():
-        _print_memory(device, one)
+        _print_memory(device, one, file)
     setup = build(recipe)
     measured = forecast(setup, total_steps(setup))
-    _print_forecast(measured, computed[here].total / GIB, here)
+    _print_forecast(measured, computed[here].total / GIB, here, file)
     return {"memory": {d: _document(one) for d, one in computed.items()}, **measured}
 
 
-def _print_memory(device: str, computed: Footprint) -> None:
+def _print_memory(device: str, computed: Footprint, file: IO[str]) -> None:
     if not _is_first_process():
         return
     where = "on a CPU" if device == "cpu" else f"on each of {computed.num_gpus} GPUs"
     title = f"Memory {where.replace('each of 1 GPUs', 'one GPU')}, computed"
     parts = {name: size for name, size in computed.parts.items() if size}
     rows = [(name, f"{size / GIB:.3f}") for name, size in parts.items()]
-    render.print_table(title, ("", "GiB"), [*rows, ("all", f"{computed.total / GIB:.3f}")])
+    rows.append(("all", f"{computed.total / GIB:.3f}"))
+    render.print_table(title, ("", "GiB"), rows, file=file)
 
 
-def _print_forecast(measured: dict[str, Any], computed_gib: float, device: str) -> None:
+def _print_forecast(
+    measured: dict[str, Any], computed_gib: float, device: str, file: IO[str]
+) -> None:
     if not _is_first_process():
         return
     peak = "peak of the GPU's tensors" if device == "cuda" else "peak, libraries included"
@@ -152,6 +176,7 @@ def _print_forecast(measured: dict[str, Any], computed_gib: float, device: str) 
             ("disk at most, GiB", f"{measured['disk_gib']:.2f}", ""),
             ("disk free, GiB", "", f"{measured['disk_free_gib']:.1f}"),
         ],
+        file=file,
     )
 
 

@@ -16,7 +16,7 @@ from peagle.config import MAX_DRAFT_NODES, MAX_SPECULATIVE_TOKENS, EngineConfig
 from peagle.data.dataset import Dataset, DatasetWriter, check_tokens
 from peagle.data.prompts import Prompts
 from peagle.engine.engine import Engine
-from peagle.engine.loading import load_engine_target
+from peagle.engine.loading import choose_device, load_engine_target
 from peagle.errors import ConfigError, DataError
 from peagle.evaluate.evaluator import Evaluation, Evaluator
 from peagle.evaluate.recall import GreedyEvaluation, evaluate_greedy
@@ -72,6 +72,7 @@ class Pair:
 
 def load_pair(head: str, model: str | None, config: EngineConfig) -> Pair:
     """`model` None: the target that the head names."""
+    choose_device(config)  # a device that is not there is said before a model is fetched
     named = read_head_config(resolve_head(head)).target_model
     folder = resolve_model(model or named)
     target = load_engine_target(folder, config).requires_grad_(False)

@@ -31,7 +31,7 @@ from peagle.bench.report.verdict import lossless_details, lossless_verdict
 from peagle.bench.results.document import Manifest, Results
 from peagle.bench.results.settings import trees_in_words
 from peagle.errors import DataError
-from peagle.files import write_atomic
+from peagle.files import atomic_file, write_atomic
 
 TITLES = {  # anchors
     "verdict": "Verdict",
@@ -185,7 +185,8 @@ def _file(name: str) -> str:
 
 def write_report(results: Results, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, build_page(results))
+    with atomic_file(path) as temporary:  # a wrong path is found before the plots are drawn
+        temporary.write_text(build_page(results), encoding="utf-8")
 
 
 def write_plots(results: Results, folder: Path) -> list[Path]:

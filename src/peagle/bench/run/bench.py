@@ -8,7 +8,6 @@ from typing import Any
 
 from peagle.bench.results.document import Manifest, Results
 from peagle.bench.results.figures import counted
-from peagle.bench.results.settings import Setting
 from peagle.bench.results.store import Store
 from peagle.bench.run.grid import (
     HeadLimits,
@@ -25,6 +24,7 @@ from peagle.bench.workloads.sources import load_workload
 from peagle.bench.workloads.workload import Workload
 from peagle.checkpoints.references import load_config, load_tokenizer, resolve_model
 from peagle.errors import ConfigError
+from peagle.files import check_folder
 from peagle.provenance import provenance
 
 Note = Callable[[str], None]
@@ -34,7 +34,10 @@ MOST_NAMED = 5  # skipped rows of a workload
 def bench(plan: BenchPlan, build: Build, progress: GridProgress, note: Note) -> Results:
     """Runs or continues a grid in `plan.out`."""
     # 1. Everything that can be refused without an engine is refused before one is loaded.
-    heads = [] if plan.is_endpoint else head_limits(plan.spec_model, plan.model)
+    check_folder(plan.path)
+    served = _served(plan, note) if plan.is_endpoint else None
+    dtype, device = _place(plan)
+    heads = [] if served else head_limits(plan.spec_model, plan.model)
     settings, remarks = grid_settings(plan, heads)
     for remark in remarks:
         note(remark)
@@ -42,16 +45,20 @@ def bench(plan: BenchPlan, build: Build, progress: GridProgress, note: Note) -> 
     _refuse_same_names(workloads)
 
     # 2. Prompts that the model cannot take are set aside; the hash is over the others.
-    dtype, device = _place(plan)
-    prompter = None if plan.is_endpoint else _prompter(plan)
+    prompter = None if served else _prompter(plan)
     if prompter is not None:
         limit = _max_model_len(plan)
         workloads = [without_misfits(w, prompter, limit) for w in workloads]
     _report(workloads, plan, note)
     _tell_of_repeats(workloads, plan, note)
 
-    # 3. The grid. A server is asked for its models here; engines start with their first cell.
-    session, store = _session(plan, settings, build, prompter, device, note), Store(plan.path)
+    # 3. The grid. Engines start with their first cell.
+    session: Session | None = served
+    if prompter is not None:
+        own = device if plan.backend == EMBEDDED else None
+        session = EngineSession(plan, settings, build, prompter, own)
+    assert session is not None
+    store = Store(plan.path)
     named = {workload.name: workload for workload in workloads}
     cells = make_cells(plan, settings, list(named))
     with closing(session), store.opened(overwrite=plan.overwrite):
@@ -66,21 +73,12 @@ def _refuse_same_names(workloads: Sequence[Workload]) -> None:
         raise ConfigError(f"two workloads are named {twice}", hint="write NAME=FILE")
 
 
-def _session(
-    plan: BenchPlan,
-    settings: Sequence[Setting],
-    build: Build,
-    prompter: Prompter | None,
-    device: str,
-    note: Note,
-) -> Session:
-    if prompter is None:
-        served = EndpointSession(plan)
-        if served.endpoint.model not in ("", plan.model):  # "": it is not said
-            note(f"warning: {plan.backend} serves {served.endpoint.model}, not {plan.model}")
-        return served
-    own = device if plan.backend == EMBEDDED else None
-    return EngineSession(plan, settings, build, prompter, own)
+def _served(plan: BenchPlan, note: Note) -> EndpointSession:
+    """Asks the server for its models."""
+    served = EndpointSession(plan)
+    if served.endpoint.model not in ("", plan.model):  # "": it is not said
+        note(f"warning: {plan.backend} serves {served.endpoint.model}, not {plan.model}")
+    return served
 
 
 def _prompter(plan: BenchPlan) -> Prompter:

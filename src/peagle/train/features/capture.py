@@ -70,6 +70,7 @@ def plan_capture(
     vllm: VllmSection | None = None,
 ) -> CapturePlan:
     """Reads sizes alone: nothing is loaded and nothing written."""
+    choose_device(config)  # a device that is not there is said before a model is fetched
     folder = resolve_model(model)
     sizes = DecoderConfig.from_transformers(load_config(folder))
     layers = aux_hidden_state_layers or default_aux_hidden_state_layers(sizes.num_hidden_layers)
