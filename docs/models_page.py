@@ -53,7 +53,8 @@ What is checked, at tiny sizes with random weights:
 ## Memory of published sizes
 
 In bfloat16, without the head and without what steps need. Low-bit checkpoints (MXFP4, FP8) load,
-and are expanded to this size; a warning says so.
+and are expanded to this size; a warning says so. What a sliding window has passed is freed: beyond
+it a token takes the room of the other layers alone.
 
 """
 
@@ -79,8 +80,9 @@ Not offered for them: training and `peagle capture` with the target in this proc
 ## Limits
 
 - Layers that run by modules have no `batch_invariant` and no `quantization=fp8`.
-- A sliding window limits what is read, not what is kept: the cache of a layer with a window holds
-  the whole text.
+- A layer with a sliding window keeps whole blocks, of what the rows of a step may see: up to
+  `max_num_batched_tokens` more than the window while a prompt is read. A head whose keys are wider
+  than the target's keeps every layer's whole text.
 - Layers whose keys are narrower than the widest ones (Gemma-4's) take the widest one's room in the
   cache.
 - Low-bit weights are expanded: GPT-OSS-120B does not fit one GPU here. vLLM keeps them low-bit.
@@ -185,6 +187,7 @@ def memory() -> str:
         config = getattr(transformers, size.kind)(**size.options)
         need = target_memory(DecoderConfig.from_transformers(config))
         token = need.token_bytes(torch.bfloat16)
+        beyond = need.token_bytes(torch.bfloat16, beyond_windows=True)
         layers = default_aux_hidden_state_layers(config.num_hidden_layers)
         rows.append(
             [
@@ -192,14 +195,14 @@ def memory() -> str:
                 f"{need.num_parameters / 1e9:.1f} B",
                 f"{need.weight_bytes(torch.bfloat16) / 2**30:.0f} GiB",
                 f"{token / 2**10:.0f} KiB",
-                f"{token * CONTEXT / 2**30:.1f} GiB",
+                f"{beyond / 2**10:.0f} KiB",
+                f"{need.cache_bytes(torch.bfloat16, CONTEXT) / 2**30:.1f} GiB",
                 ", ".join(map(str, layers)),
             ]
         )
     text = f"cache of {CONTEXT:,} tokens"
-    return table(
-        ["model", "parameters", "weights", "cache per token", text, "aux layers unless told"], rows
-    )
+    caches = ["cache per token", "beyond the windows", text]
+    return table(["model", "parameters", "weights", *caches, "aux layers unless told"], rows)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

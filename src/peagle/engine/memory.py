@@ -17,7 +17,7 @@ from torch import nn
 
 from peagle.config import EngineConfig
 from peagle.engine.blocks import BlockAllocator
-from peagle.engine.layer_groups import LayerGroups, group_layers, slot_bytes
+from peagle.engine.layer_groups import LayerGroups, group_layers
 from peagle.errors import ConfigError
 from peagle.models.config import DecoderConfig
 from peagle.models.drafter import CacheLayout, Drafter
@@ -122,20 +122,31 @@ class ModelMemory(NamedTuple):
     """What a model takes of each dtype's bytes, told from sizes alone."""
 
     num_parameters: int
-    cache_values: int  # keys and values of one token
+    layout: CacheLayout
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         return self.num_parameters * dtype.itemsize
 
-    def token_bytes(self, dtype: torch.dtype) -> int:
-        return self.cache_values * dtype.itemsize
+    def token_bytes(self, dtype: torch.dtype, *, beyond_windows: bool = False) -> int:
+        """Of the cache for one more token; a window that is full has no need of more."""
+        grows = [not beyond_windows or window is None for window in self._windows]
+        return self.layout.layer_bytes(dtype) * sum(grows)
+
+    def cache_bytes(self, dtype: torch.dtype, num_tokens: int) -> int:
+        """For so many tokens, but for what is rounded up to blocks and the rows of a step."""
+        kept = (min(window or num_tokens, num_tokens) for window in self._windows)
+        return self.layout.layer_bytes(dtype) * sum(kept)
+
+    @property
+    def _windows(self) -> tuple[int | None, ...]:
+        return self.layout.windows or (None,) * self.layout.num_layers
 
 
 def target_memory(config: DecoderConfig) -> ModelMemory:
     """Of a native target; nothing is allocated."""
     with on_meta():  # its rotary tables are real, whatever the context
         target = TargetModel(dataclasses.replace(config, max_position_embeddings=1))
-    return ModelMemory(_num_parameters(target), slot_bytes(target.cache_layout, torch.uint8))
+    return ModelMemory(_num_parameters(target), target.cache_layout)
 
 
 def head_memory(config: HeadConfig) -> ModelMemory:
@@ -144,7 +155,7 @@ def head_memory(config: HeadConfig) -> ModelMemory:
         shared = SharedTables(nn.Embedding(1, 1), nn.Linear(1, 1))
         network = EagleNetwork(dataclasses.replace(config, max_position_embeddings=1), shared)
     layout = CacheLayout(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
-    return ModelMemory(_num_parameters(network), slot_bytes(layout, torch.uint8))
+    return ModelMemory(_num_parameters(network), layout)
 
 
 def _num_parameters(module: nn.Module) -> int:
