@@ -21,7 +21,7 @@ from peagle.models.drafter import CacheLayout, Drafter
 from peagle.models.target import TargetModel
 from tests.tiny import drafters, engines, naive
 from tests.tiny.jobs import GREEDY, Job, prompts
-from tests.tiny.models import CONTEXT, SHALLOW, head_drafter
+from tests.tiny.models import CONTEXT, SHALLOW, VOCAB, head_drafter
 
 WINDOWS: dict[str, tuple[int | None, ...]] = {
     "alternating": (6, None, 6, None),
@@ -213,6 +213,25 @@ def test_more_requests_fit_in_the_same_memory(
         preemptions.append(sum(r.num_preemptions for r in requests))
     assert answers[0] == answers[1]
     assert preemptions[0] == 0 < preemptions[1]
+
+
+def test_a_prompt_goes_on_when_others_hold_the_blocks_that_it_lets_go_of() -> None:
+    """Those of a hit stay with the request that computed them."""
+    target = make_target((4, 4), torch.float64)
+    params, shared = dataclasses.replace(GREEDY, max_tokens=20), list(range(17))
+    other = shared + [(5 * n + 3) % VOCAB for n in range(30)]
+    jobs = [Job(shared, params), Job(other, params, joins=3)]
+    options: dict[str, Any] = {"block_size": 1, "max_num_batched_tokens": 6, "max_model_len": 68}
+    per_request, preemptions = 4 - 1 + 6 + 1, []
+    size = block_bytes(engines.make_engine(target, **options))
+    for num_blocks in range(per_request, 2 * per_request + 1):
+        options["kv_cache_memory_bytes"] = num_blocks * size
+        engine = engines.make_engine(target, enable_prefix_caching=True, **options)
+        requests = run(engine, jobs)
+        assert engine.allocator.num_blocks == num_blocks
+        naive.check(target, requests, jobs)
+        preemptions.append(sum(r.num_preemptions for r in requests))
+    assert preemptions[-1] == 0 < max(preemptions)
 
 
 def test_a_hit_needs_of_a_window_only_what_the_next_row_sees() -> None:
