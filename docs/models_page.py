@@ -55,7 +55,8 @@ What is checked, at tiny sizes with random weights:
 On a GPU in bfloat16, without the head and without what steps need. Experts of low-bit checkpoints
 stay as they are stored, while they are loaded, too: MXFP4 (GPT-OSS), and FP8 with scales of blocks
 of 128 x 128. On a CPU they are expanded to the last column's size, and so is every other low-bit
-weight anywhere, such as the attention's of an FP8 checkpoint; a warning says how much.
+weight anywhere, such as the attention's of an FP8 checkpoint; a warning says how much. What a
+sliding window has passed is freed: beyond it a token takes the room of the other layers alone.
 
 """
 
@@ -82,8 +83,9 @@ Not offered for them: training and `peagle capture` with the target in this proc
 ## Limits
 
 - Layers that run by modules have no `batch_invariant` and no `quantization=fp8`.
-- A sliding window limits what is read, not what is kept: the cache of a layer with a window holds
-  the whole text.
+- A layer with a sliding window keeps whole blocks, of what the rows of a step may see: up to
+  `max_num_batched_tokens` more than the window while a prompt is read. A head whose keys are wider
+  than the target's keeps every layer's whole text.
 - Layers whose keys are narrower than the widest ones (Gemma-4's) take the widest one's room in the
   cache.
 - Of low-bit checkpoints the experts alone stay low-bit. FP8 needs a GPU of compute capability 8.9,
@@ -204,6 +206,7 @@ def memory() -> str:
         config.quantization_config = size.quantization
         need = target_memory(DecoderConfig.from_transformers(config))
         token = need.token_bytes(torch.bfloat16)
+        beyond = need.token_bytes(torch.bfloat16, beyond_windows=True)
         layers = default_aux_hidden_state_layers(config.num_hidden_layers)
         rows.append(
             [
@@ -211,14 +214,15 @@ def memory() -> str:
                 f"{need.num_parameters / 1e9:.1f} B",
                 f"{need.weight_bytes(torch.bfloat16) / 2**30:.0f} GiB",
                 f"{token / 2**10:.0f} KiB",
-                f"{token * CONTEXT / 2**30:.1f} GiB",
+                f"{beyond / 2**10:.0f} KiB",
+                f"{need.cache_bytes(torch.bfloat16, CONTEXT) / 2**30:.1f} GiB",
                 ", ".join(map(str, layers)),
                 f"{need.num_parameters * torch.bfloat16.itemsize / 2**30:.0f} GiB",
             ]
         )
     text = f"cache of {CONTEXT:,} tokens"
-    header = ["model", "parameters", "weights", "cache per token", text, "aux layers unless told"]
-    return table([*header, "weights, expanded"], rows)
+    header = ["model", "parameters", "weights", "cache per token", "beyond the windows", text]
+    return table([*header, "aux layers unless told", "weights, expanded"], rows)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -47,6 +47,7 @@ CPU_KERNELS = ("kernels/cpu/test_ops.py",)
 REFERENCE = ("kernels/reference/test_linear.py",)
 TREES = ("engine/test_trees.py",)
 GRAMMAR = ("engine/test_structured_outputs.py",)
+WINDOWS = "engine/test_windows.py", "engine/test_blocks.py"
 PREFIXES = "engine/test_prefix_caching.py", "engine/test_blocks.py"
 AUTO = ("engine/test_auto.py",)
 BUDGET = ("speculation/test_budget.py",)
@@ -81,6 +82,32 @@ MUTANTS = (
     Mutant("engine/runner.py", "caps[n] = min(caps[n], len(kept))", "pass", GRAMMAR),
     Mutant("engine/engine.py", 'if self._verification == "coupled":', "if True:", GRAMMAR),
     Mutant("engine/adjust.py", "if request.grammar is not None:  #", "if False:  #", GRAMMAR),
+    # Sliding windows.
+    Mutant(
+        "engine/layer_groups.py",
+        "max(position - self.size + 1, 0)",
+        "max(position - self.size + 2, 0)",
+        WINDOWS,
+    ),
+    Mutant("engine/blocks.py", "self.num_passed + self.window.max_blocks", "num_blocks", WINDOWS),
+    Mutant("engine/blocks.py", "window is None or ends[length]", "True or ends[length]", WINDOWS),
+    Mutant("engine/blocks.py", "key + bytes([group]) if group else key", "key", WINDOWS),
+    Mutant(
+        "engine/blocks.py", "max(group.num_known, group.num_passed)", "group.num_known", WINDOWS
+    ),
+    Mutant(
+        "engine/scheduler.py",
+        "self._pass_by(self.running[int(n)], int(batch.num_computed[n]))",
+        "self._pass_by(self.running[int(n)], int(batch.start()[n]))",
+        WINDOWS,
+    ),
+    Mutant(
+        "engine/scheduler.py",
+        "self._pass_by(slot, slot.num_launched)",
+        "self._pass_by(slot, slot.num_known - 1)",
+        WINDOWS,
+    ),
+    Mutant("engine/kv_cache.py", "self.end - self.base <= window", "True", WINDOWS),
     # Prefix caching.
     Mutant(
         "engine/prefix_cache.py",

@@ -299,8 +299,13 @@ def check_memory(head: HeadConfig, config: Any) -> Iterator[Finding]:
     except ModelError:
         yield Finding("warning", "memory", "the target's is known once its weights are there")
     weights = " + ".join(f"{part.weight_bytes(dtype) / 2**30:.1f}" for part in reversed(parts))
-    cache = sum(part.token_bytes(dtype) for part in parts) / 2**10
+    cache, beyond = (
+        sum(part.token_bytes(dtype, beyond_windows=is_beyond) for part in parts) / 2**10
+        for is_beyond in (False, True)
+    )
     message = f"{weights} GiB of bfloat16 weights, {cache:.0f} KiB of cache for each token"
+    if beyond < cache:
+        message += f", {beyond:.0f} KiB beyond the sliding windows"
     yield Finding("ok", "memory", message + _expanded_size(parts[-1], dtype))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from peagle.engine.blocks import BlockAllocator, BlockTable
 from peagle.engine.free_ranges import FreeRanges
+from peagle.engine.layer_groups import Window
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 3
 # Chains of keys that begin alike, as those of sequences do.
@@ -137,8 +138,109 @@ class StackAllocation(Allocation):
 
 Allocation.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
 StackAllocation.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
+
+
+class Sequence(NamedTuple):
+    table: BlockTable
+    keys: list[bytes]
+    position: list[int]  # one: of the next row
+
+
+class WindowedAllocation(RuleBasedStateMachine):
+    """Groups of layers with windows: each table keeps what the next row sees, and no more."""
+
+    windows = (None, Window(5, 4), Window(1, 3))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = BlockAllocator(16, BLOCK_SIZE, windows=self.windows)
+        self.contents: list[tuple[int, bytes] | None] = [None] * 16  # group and key
+        self.sequences: list[Sequence] = []
+
+    @rule(keys=KEYS)
+    def open(self, keys: list[bytes]) -> None:
+        table = self.allocator.open_table(8, keys)
+        known = table.num_known
+        for number, group in enumerate(table.groups):
+            held = [self.contents[block] for block in group.held]
+            assert held == [(number, key) for key in keys[group.num_passed : known]]
+        assert not any(self.is_known(keys, longer) for longer in range(known + 1, len(keys) + 1))
+        self.sequences.append(Sequence(table, keys, [known * BLOCK_SIZE]))
+
+    def is_known(self, keys: list[bytes], length: int) -> bool:
+        """Whether the row behind so many blocks finds all that it sees."""
+        firsts = [
+            0 if window is None else max(length * BLOCK_SIZE - window.size + 1, 0) // BLOCK_SIZE
+            for window in self.windows
+        ]
+        seen = [(g, key) for g, first in enumerate(firsts) for key in keys[first:length]]
+        return all(own in self.contents for own in seen)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), num_tokens=st.integers(1, 24))
+    def grow(self, data: st.DataObject, num_tokens: int) -> None:
+        table = data.draw(st.sampled_from(self.sequences)).table
+        before, free_before = [list(g.blocks) for g in table.groups], self.allocator.num_free
+        has_grown = self.allocator.grow(table, num_tokens)
+        new = [g.blocks[len(old) :] for g, old in zip(table.groups, before, strict=True)]
+        for block in (b for blocks in new for b in blocks):  # somebody writes to it
+            self.contents[block] = None
+        full = max(-(-num_tokens // BLOCK_SIZE) - len(before[0]), 0)
+        assert len(new[0]) == (full if has_grown else 0)
+        assert has_grown or sum(map(len, new)) == 0
+        assert has_grown or free_before < full * len(self.windows)
+        assert self.allocator.num_free == free_before - sum(map(len, new))
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), num_rows=st.integers(1, 9))
+    def compute(self, data: st.DataObject, num_rows: int) -> None:
+        """Rows that there is room for; then what they leave behind is freed."""
+        table, keys, position = data.draw(st.sampled_from(self.sequences))
+        position[0] = max(min(position[0] + num_rows, table.capacity), position[0])
+        done = keys[: position[0] // BLOCK_SIZE]
+        for number, group in enumerate(table.groups):
+            for key, block in list(zip(done, group.blocks, strict=False))[group.num_passed :]:
+                if (number, key) not in self.contents and self.contents[block] is None:
+                    self.contents[block] = number, key
+        self.allocator.remember(table, done)
+        self.allocator.pass_by(table, position[0])
+        assert table.passes_next is not None
+        assert table.passes_next > position[0]
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.sequences) - 1))
+        self.allocator.close_table(self.sequences.pop(index).table)
+
+    @invariant()
+    def every_block_is_free_known_or_held(self) -> None:
+        self.allocator.check([s.table for s in self.sequences])
+        self.allocator.check_prefixes()
+
+    @invariant()
+    def a_table_holds_what_its_next_row_sees_and_no_more_than_its_window_allows(self) -> None:
+        for table, _, (position,) in self.sequences:
+            for group in table.groups:
+                pairs = zip(group.held, group.held[1:], strict=False)
+                assert group.contiguous == all(b == a + 1 for a, b in pairs)
+                if group.window is None:
+                    assert group.num_passed == 0
+                    continue
+                lowest = max(position - group.window.size + 1, 0)
+                assert group.num_passed == lowest // BLOCK_SIZE
+                assert len(group.held) <= group.window.max_blocks
+
+    def teardown(self) -> None:
+        for sequence in self.sequences:
+            self.allocator.close_table(sequence.table)
+        self.allocator.check([])
+
+
 TestAllocation = Allocation.TestCase
 TestStackAllocation = StackAllocation.TestCase
+TestWindowedAllocation = WindowedAllocation.TestCase
+TestWindowedAllocation.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 @given(

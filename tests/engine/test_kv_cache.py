@@ -10,9 +10,10 @@ from torch import Tensor
 
 from peagle.engine.blocks import BlockTable
 from peagle.engine.kv_cache import MAX_FOLDED_ROWS, PagedKVCache
-from peagle.engine.layer_groups import slot_bytes
+from peagle.engine.layer_groups import Window, slot_bytes
 from peagle.models.attention import causal_attention
 from peagle.models.drafter import CacheLayout, Span
+from tests.tolerance import near
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 4, 3
 LAYOUT = CacheLayout(num_layers=2, num_kv_heads=KV_HEADS, head_dim=DIM)
@@ -101,6 +102,31 @@ def test_the_slice_of_a_table_in_one_piece_equals_the_gather(
             assert (attention.rows(0).sequences[0].extent is None) == gathers
     torch.testing.assert_close(outs[0], outs[2], rtol=0, atol=0)
     torch.testing.assert_close(outs[1], outs[3], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # torch's operations, a kernel
+@pytest.mark.parametrize("scattered", [False, True])
+def test_blocks_that_a_window_has_passed_are_not_read(scattered: bool, dtype: torch.dtype) -> None:
+    window, dim, length = 5, 8, 40
+    q, k, v = (torch.randn(length, heads, dim, dtype=dtype) for heads in (4, 2, 2))
+    expected = causal_attention(torch.arange(length))(0, q, k, v, window)
+    layout = CacheLayout(1, 2, dim)
+    cache = PagedKVCache(layout, NUM_BLOCKS * BLOCK, dtype, torch.device("cpu"))
+    table = BlockTable(BLOCK, range(0), Window(window, NUM_BLOCKS))
+    for n in range(-(-length // BLOCK)):
+        table.append(n * 7 % NUM_BLOCKS if scattered else n + 3)
+    start = 0
+    for count in (1, 2, 9, 1, 4, 1, 20, 2):
+        for block in table.pass_by(start):
+            cache.keys[:, block * BLOCK : (block + 1) * BLOCK] = torch.nan
+            cache.values[:, block * BLOCK : (block + 1) * BLOCK] = torch.nan
+        rows = slice(start, start + count)
+        out = cache.attention([table], [Span(0, start, count)])(
+            0, q[rows], k[rows], v[rows], window
+        )
+        torch.testing.assert_close(out, expected[rows], **near(terms=dim))
+        start += count
+    assert table.num_passed == (start - 2 - window + 1) // BLOCK > 0
 
 
 def test_rows_left_by_rejected_drafts_are_overwritten_before_they_are_seen() -> None:

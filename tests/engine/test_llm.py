@@ -353,7 +353,7 @@ def test_a_request_that_can_never_be_served_is_refused_before_any_work(
         ({"max_model_len": 161}, "exceeds the target's context of 160"),
         ({"max_model_len": 1}, "leaves no room"),
         ({"block_size": 0}, "block_size=0 is out of range"),
-        ({"kv_cache_memory_bytes": 1000}, "kv_cache_memory_bytes=1000 holds"),
+        ({"kv_cache_memory_bytes": 1000}, "kv_cache_memory_bytes=1000 is too little"),
         ({"dtype": "float8"}, "dtype='float8' is unknown"),
         ({"device": "abacus"}, "device='abacus' is unknown"),
         ({"speculative_config": {"num_speculative_tokens": 0}}, "num_speculative_tokens=0"),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from peagle.checkpoints.heads.loading import save_head
 from peagle.models.attention import MaskedAttention
-from peagle.models.drafter import NetworkDrafter
+from peagle.models.drafter import CacheLayout, NetworkDrafter
 from peagle.models.eagle import EagleNetwork
 from peagle.models.eagle3 import Eagle3Drafter
 from peagle.models.masks import Elements, dense_mask
@@ -196,7 +196,7 @@ def test_drafters_say_what_the_engine_must_provide(target: TargetModel) -> None:
     )
     eagle3 = Eagle3Drafter(UNEVEN.make_head(target, "eagle3"))
     assert p_eagle.aux_hidden_state_layers == eagle3.aux_hidden_state_layers == (1, 2, 4)
-    assert p_eagle.cache_layout == (3, 2, 6)
-    assert eagle3.cache_layout == (1, 2, 6)
+    assert p_eagle.cache_layout == CacheLayout(3, 2, 6)
+    assert eagle3.cache_layout == CacheLayout(1, 2, 6)
     assert (p_eagle.max_positions, p_eagle.max_speculative_tokens) == (77, 8)
     assert (p_eagle.method, eagle3.method) == ("p-eagle", "eagle3")

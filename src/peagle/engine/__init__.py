@@ -13,6 +13,7 @@ host_sampling  what the host does with logits: adjusts them, and reads logprobs 
 adjust         changes of logits that depend on the output: grammars, penalties, bad words, bias
 grammar        structured outputs: which tokens a grammar permits behind each row's drafts
 build          the models, caches and state that all steps share
+layer_groups   which layers share a block table: those with the same sliding window
 blocks         which cache blocks a sequence holds
 prefix_cache   blocks that requests with the same beginning share
 block_pools    where free blocks come from: ranges on a CPU, a stack on a GPU

@@ -56,7 +56,7 @@ class PagedKVCache:
         """The same memory for another model's layers, whose rows may be narrower."""
         cache = object.__new__(PagedKVCache)
         size = layout.num_kv_heads, layout.head_dim
-        rows = slice(0, layout.num_kv_heads * layout.head_dim)
+        rows = slice(0, layout.row_size)
         cache.keys, cache.values = (
             x.flatten(-2)[..., rows].view(*x.shape[:2], *size) for x in (self.keys, self.values)
         )

@@ -55,7 +55,7 @@ class LayerGroups(NamedTuple):
         """What a block takes for each of its positions; `layouts` of target and drafter."""
         if self.num_planes is None:
             return sum(slot_bytes(layout, dtype) for layout in layouts)
-        return 2 * self.num_planes * max(map(row_size, layouts)) * dtype.itemsize
+        return self.num_planes * max(layout.layer_bytes(dtype) for layout in layouts)
 
 
 def group_layers(
@@ -93,7 +93,7 @@ def group_layers(
     fitting = [n for n, num_groups in sizes.items() if num_groups <= MAX_GROUPS]
     best = min(map(cost, fitting), default=0)
     # Rows of the drafter may be the beginnings of the target's, not the other way round.
-    is_wider = drafter is not None and row_size(drafter) > row_size(target)
+    is_wider = drafter is not None and drafter.row_size > target.row_size
     if is_wider or not fitting or best >= len(together) * max_blocks:
         return _one_table(None, target.num_layers, num_drafter)
     near = [n for n in fitting if cost(n) <= (1 + WORTH_A_GROUP) * best]
@@ -109,12 +109,8 @@ def group_layers(
     return LayerGroups(tuple(tables), tuple(places[:cut]), tuple(places[cut:]), num_planes)
 
 
-def row_size(layout: CacheLayout) -> int:
-    return layout.num_kv_heads * layout.head_dim
-
-
 def slot_bytes(layout: CacheLayout, dtype: torch.dtype) -> int:
-    return 2 * layout.num_layers * row_size(layout) * dtype.itemsize
+    return layout.num_layers * layout.layer_bytes(dtype)
 
 
 def one_table(num_layers: int) -> tuple[LayerPlace, ...]:

@@ -219,6 +219,9 @@ class LLM(OfflineInference[PromptAnswers]):
         logger.info("%s: %s on %s in %.1f s", self._name, weight.dtype, weight.device, seconds)
         logger.info("drafter: %s, K = %d", self.method, self.num_speculative_tokens)
         logger.info("KV cache: %d blocks of %d tokens", allocator.num_blocks, allocator.block_size)
+        if allocator.has_windows:
+            sizes = ", ".join(str(w.size) if w else "none" for w in allocator.windows)
+            logger.info("block tables of a request, by sliding window: %s", sizes)
         logger.debug("%s", config)
 
     def _forget(self, answers: PromptAnswers) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from peagle.config import EngineConfig
 from peagle.engine.blocks import BlockAllocator
-from peagle.engine.layer_groups import LayerGroups, group_layers, slot_bytes
+from peagle.engine.layer_groups import LayerGroups, group_layers
 from peagle.errors import ConfigError
 from peagle.models.config import DecoderConfig
 from peagle.models.drafter import CacheLayout, Drafter
@@ -123,7 +123,7 @@ class ModelMemory(NamedTuple):
     """What a model takes of each dtype's bytes, told from sizes alone."""
 
     num_parameters: int
-    cache_values: int  # keys and values of one token
+    layout: CacheLayout
     num_low_bit: int = 0  # of the parameters
     low_bit_bytes: int = 0  # that these take, with their scales
 
@@ -131,8 +131,19 @@ class ModelMemory(NamedTuple):
         plain = self.num_parameters - self.num_low_bit
         return plain * dtype.itemsize + self.low_bit_bytes
 
-    def token_bytes(self, dtype: torch.dtype) -> int:
-        return self.cache_values * dtype.itemsize
+    def token_bytes(self, dtype: torch.dtype, *, beyond_windows: bool = False) -> int:
+        """Of the cache for one more token; a window that is full has no need of more."""
+        grows = [not beyond_windows or window is None for window in self._windows]
+        return self.layout.layer_bytes(dtype) * sum(grows)
+
+    def cache_bytes(self, dtype: torch.dtype, num_tokens: int) -> int:
+        """For so many tokens, but for what is rounded up to blocks and the rows of a step."""
+        kept = (min(window or num_tokens, num_tokens) for window in self._windows)
+        return self.layout.layer_bytes(dtype) * sum(kept)
+
+    @property
+    def _windows(self) -> tuple[int | None, ...]:
+        return self.layout.windows or (None,) * self.layout.num_layers
 
 
 def target_memory(config: DecoderConfig) -> ModelMemory:
@@ -142,9 +153,9 @@ def target_memory(config: DecoderConfig) -> ModelMemory:
     kept = [m for m in target.modules() if isinstance(m, LowBitMatrices)]
     low_bit = sum(math.prod(matrices.shape) for matrices in kept)
     stored = [parameter for matrices in kept for parameter in matrices.parameters()]
-    plain = _num_parameters(target) - sum(p.numel() for p in stored)
-    cache = slot_bytes(target.cache_layout, torch.uint8)
-    return ModelMemory(plain + low_bit, cache, low_bit, sum(p.nbytes for p in stored))
+    num_parameters = _num_parameters(target) - sum(p.numel() for p in stored) + low_bit
+    stored_bytes = sum(p.nbytes for p in stored)
+    return ModelMemory(num_parameters, target.cache_layout, low_bit, stored_bytes)
 
 
 def head_memory(config: HeadConfig) -> ModelMemory:
@@ -153,7 +164,7 @@ def head_memory(config: HeadConfig) -> ModelMemory:
         shared = SharedTables(nn.Embedding(1, 1), nn.Linear(1, 1))
         network = EagleNetwork(dataclasses.replace(config, max_position_embeddings=1), shared)
     layout = CacheLayout(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
-    return ModelMemory(_num_parameters(network), slot_bytes(layout, torch.uint8))
+    return ModelMemory(_num_parameters(network), layout)
 
 
 def _num_parameters(module: nn.Module) -> int:

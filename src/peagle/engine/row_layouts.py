@@ -93,7 +93,7 @@ class PaddedLayout:
 
     def rows(self, model: PagedModel, items: Sequence[RowItems], num_splits: int) -> Rows:
         counts = [len(group.slots) * group.rows_per_item for group in items]
-        # Both begin at multiples of 16 bytes, even of a single row: Triton compiles another form of
+        # All begin at multiples of 16 bytes, even of a single row: Triton compiles another form of
         # a kernel where a pointer does not, and one row is to have the bits it has among several.
         total, cache = sum(counts), model.cache
         shape = 1 + len(cache.planes_by_table), total + total % 2
@@ -102,9 +102,8 @@ class PaddedLayout:
         by_table: dict[int, RowGroups] = {}
         for table, slots in zip(cache.planes_by_table, places[1:], strict=True):
             groups: list[PagedRows] = []
-            for group, *part in zip(
-                items, *(torch.split(x, counts) for x in (places[0], slots)), strict=True
-            ):
+            parts = torch.split(places[0], counts), torch.split(slots, counts)
+            for group, *part in zip(items, *parts, strict=True):
                 # Items beyond the first group are prompts: many rows, which keep the device busy.
                 splits = 1 if groups else num_splits
                 groups.append(self._group(model, table, group, splits, *part))

@@ -289,15 +289,21 @@ class Scheduler:
         batch = self.batch
         for n in np.flatnonzero((batch.decodes > 0) & (batch.num_computed >= batch.passes_next)):
             self._pass_by(self.running[int(n)], int(batch.num_computed[n]))
-        for slot in self._prompting:
-            self._pass_by(slot, slot.num_launched)
-            # As many as it gave back, at most.
-            table, most = slot.request.table, int(batch.max_capacity[slot.index])
-            assert table is not None
-            has_grown = self.allocator.grow(table, self._first_tokens(slot.request, most))
-            assert has_grown
-            batch.capacity[slot.index] = table.capacity
-        return list(self._prompting)
+        prompting = list(self._prompting)
+        for slot in prompting:
+            if not slot.closed:
+                self._pass_by(slot, slot.num_launched)
+            # It asks for no more than it let go of, but others may hold some of that, too.
+            while not slot.closed and not self._grow_prompt(slot):
+                self._preempt(next(reversed(self.running.values())))
+        return prompting
+
+    def _grow_prompt(self, slot: Slot) -> bool:
+        table, most = slot.request.table, int(self.batch.max_capacity[slot.index])
+        assert table is not None
+        has_grown = self.allocator.grow(table, self._first_tokens(slot.request, most))
+        self.batch.capacity[slot.index] = table.capacity
+        return has_grown
 
     def _pass_by(self, slot: Slot, position: int) -> None:
         table = slot.request.table

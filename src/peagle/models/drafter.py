@@ -47,6 +47,14 @@ class CacheLayout(NamedTuple):
     head_dim: int
     windows: tuple[int | None, ...] = ()  # of the layers' attention; empty: none has one
 
+    @property
+    def row_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def layer_bytes(self, dtype: torch.dtype) -> int:
+        """Of one token's key and value in one layer."""
+        return 2 * self.row_size * dtype.itemsize
+
 
 class RowItems(NamedTuple):
     """Q rows for each slot of `slots`, `counts` of them real, at positions from `starts` on. Of a

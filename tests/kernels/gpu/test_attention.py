@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -264,6 +265,20 @@ def test_block_tables_may_be_the_first_columns_of_wider_ones() -> None:
     narrow = case.rows._replace(block_tables=wide[:, :-3])
     expected = paged_attention(case.q, case.keys, case.values, case.rows, None)
     assert torch.equal(paged_attention(case.q, case.keys, case.values, narrow, None), expected)
+
+
+@both
+@pytest.mark.parametrize("splits", [1, 3])
+def test_blocks_that_a_window_has_passed_are_not_read(attend: Any, splits: int) -> None:
+    window, shape = 21, Shape((Item(100, 103), Item(37, 40), Item(2, 4)), 3, num_splits=splits)
+    case = make_case(shape, torch.float32)
+    expected = attend(case.q, case.keys, case.values, case.rows, window)
+    for item, table in zip(shape.items, case.rows.tables.tolist(), strict=True):
+        for position in range(max(item.start - window + 1, 0)):
+            block = int(case.rows.block_tables[table, position // shape.block_size])
+            slot = block * shape.block_size + position % shape.block_size
+            case.keys[slot] = case.values[slot] = torch.nan
+    assert torch.equal(attend(case.q, case.keys, case.values, case.rows, window), expected)
 
 
 @pytest.mark.parametrize("window", [None, 6])

@@ -249,6 +249,19 @@ def test_layers_take_the_kernel_that_fits(
     assert called == [expected]
 
 
+@pytest.mark.parametrize("function", [qkv_to_cache, two_kernels])
+def test_a_slots_heads_may_be_the_beginning_of_a_wider_row(function: Callable[..., Tensor]) -> None:
+    case = make_case(5, SHARED)
+    expected = case.run(function)
+    wide = torch.full((2, len(case.keys), 3, 16), UNTOUCHED, device=DEVICE)
+    keys, values = wide[:, :, :2].unbind()
+    operands = {"norm": case.norm, "rows": case.rows, "cos": case.cos, "sin": case.sin}
+    q = function(case.x, case.weight, case.bias, **operands, keys=keys, values=values)
+    for ours, theirs in zip((q, keys[:-1], values[:-1]), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert (wide[:, :, 2] == UNTOUCHED).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 8, 22, 64, 256])
 @pytest.mark.parametrize(("inputs", "norm"), [(576, True), (576, False), (1152, False)])
