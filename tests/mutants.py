@@ -52,6 +52,8 @@ PREFIXES = "engine/test_prefix_caching.py", "engine/test_blocks.py"
 AUTO = ("engine/test_auto.py",)
 BUDGET = ("speculation/test_budget.py",)
 GROWN_TREES = ("speculation/test_trees.py",)
+CACHES = ("engine/test_cache_after_rejection.py",)
+DRAFT_ROOM = ("kernels/reference/test_batch.py",)
 CORRECTION = ("models/test_correction.py",)
 TOGETHER = ("engine/test_features_together.py",)
 EXPERTS = ("kernels/gpu/test_experts.py",)
@@ -341,7 +343,20 @@ MUTANTS = (
         GROWN_TREES,
     ),
     Mutant("speculation/trees.py", "log_probs.clamp(max=0.0)", "log_probs", GROWN_TREES),
-    Mutant("speculation/trees.py", "is_there & (parents ==", "(parents ==", GROWN_TREES),
+    Mutant(
+        "speculation/trees.py", "carries = is_there & (parents", "carries = (parents", GROWN_TREES
+    ),
+    Mutant("speculation/trees.py", "(paths if by_path else last)", "last", CACHES),
+    Mutant("speculation/statistics.py", " and not is_leaf", "", COUNTS),
+    Mutant("speculation/budget.py", " or self._depth_is_free", "", AUTO),
+    Mutant("speculation/draft_limit.py", "+ 1 + rows_per_depth) //", "+ 1) //", DRAFT_ROOM),
+    Mutant("speculation/draft_limit.py", "- (depth + 2)", "- (depth + 3)", DRAFT_ROOM),
+    Mutant("kernels/reference/trees.py", "before | (1 << rows)", "1 << rows", CACHES),
+    Mutant("kernels/reference/trees.py", "first_row - width + paths", "paths", CACHES),
+    Mutant("models/eagle3.py", "self.network.norm(states) if", "states if", CACHES),
+    Mutant("models/eagle3.py", "beam.paths, width)", "beam.paths * 0, width)", CACHES),
+    Mutant("models/ngram.py", " / rank", "", ("models/test_ngram.py",)),
+    Mutant("models/ngram.py", "node.parent.weight + 1.0", "root.weight", ("models/test_ngram.py",)),
     Mutant("speculation/trees.py", ", best % beam", ", best // beam", GROWN_TREES),
     Mutant(
         "speculation/trees.py", "last = behind[:, 0].argmax(1, keepdim=True)", "pass", GROWN_TREES
@@ -379,9 +394,17 @@ MUTANTS = (
         "self._sampler(counts.num_outputs)",
         TREES,
     ),
-    Mutant("engine/row_layouts.py", "parents[n][: count - 1]", "None", TREES),
-    Mutant("engine/kv_cache.py", "key[self.start - self.base :] = position\n", "\n", TREES),
-    Mutant("engine/request.py", "max((self.num_draft_nodes or 0) - 1, 0)", "0", TREES),
+    Mutant("engine/row_layouts.py", "parents[n][:last]", "None", TREES),
+    Mutant(
+        "engine/kv_cache.py", "key[self.start - self.base :] = self.start + depths", "pass", TREES
+    ),
+    Mutant("engine/host_batch.py", "ahead = self.draft_rows[slots]", "ahead = 0", TREES),
+    Mutant(
+        "engine/request.py",
+        "cache_slack(self.num_speculative_tokens, self.num_draft_nodes, self.rows_per_depth)",
+        "0",
+        TREES,
+    ),
     Mutant(
         "engine/host_batch.py",
         "np.maximum(self.per_step[slots] + ahead, self.num_rows[slots])",
@@ -438,7 +461,7 @@ MUTANTS = (
         "self.budget.after_cut(",
         TOGETHER,
     ),
-    Mutant("engine/runner.py", "if state.draft_scores is not None:", "if False:", TOGETHER),
+    Mutant("engine/runner.py", "state.draft_scores[slots[n], kept]\n", "0.0\n", TOGETHER),
     Mutant(
         "kernels/reference/batch.py",
         "torch.where(num_depths > 0, num_new, 0)",

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from peagle.engine.engine import Engine, Speculation
 from peagle.engine.runner import Runner
 from peagle.errors import ConfigError
-from peagle.models.drafter import Drafter
+from peagle.models.drafter import Drafter, SequenceDraft
+from peagle.models.ngram import NgramDrafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.budget import Counts, DraftBudget, DraftChoice
@@ -75,6 +76,10 @@ def drafter_named(name: str, jobs: list[Job]) -> Drafter:
     answers = naive.known(target(), jobs)
     if name == "trees":
         return drafters.ScriptedTrees(SHALLOW.make_head(target()), answers, (0, 1, 2, 7))
+    if name == "beam trees":
+        return drafters.ScriptedBeam(SHALLOW.make_head(target(), "eagle3"), answers, (0, 1, 2, 7))
+    if name == "n-gram trees":
+        return NgramDrafter(1, 3)
     if name == "host":
         return drafters.mixed(answers)
     return drafters.ScriptedHead(SHALLOW.make_head(target(), name), drafters.Script(answers))
@@ -88,10 +93,10 @@ def any_choice(engine: Engine, seed: int) -> None:
 
 
 @both_forms
-@pytest.mark.parametrize("name", ["trees", "p-eagle", "eagle3", "host"])
+@pytest.mark.parametrize("name", ["trees", "beam trees", "n-gram trees", "p-eagle", "host"])
 def test_any_number_of_drafts_at_any_step_leaves_the_answers_alone(name: str, static: bool) -> None:
     jobs = jobs_of(6)
-    nodes = 12 if name == "trees" else None
+    nodes = 12 if name.endswith("trees") else None
     for seed in range(2):
         engine = engines.make_engine(
             target(), drafter_named(name, jobs), 4, static=static, nodes=nodes, auto=True
@@ -108,7 +113,7 @@ def test_any_number_of_drafts_at_any_step_leaves_the_answers_alone(name: str, st
     st.integers(2, 6),
     st.integers(1, 20),
     st.integers(40, 90),
-    st.sampled_from(["trees", "p-eagle", "eagle3"]),
+    st.sampled_from(["trees", "beam trees", "p-eagle", "eagle3"]),
 )
 def test_any_choice_under_preemption_leaves_the_answers_alone(
     seed: int, k: int, nodes: int, room: int, name: str
@@ -116,14 +121,15 @@ def test_any_choice_under_preemption_leaves_the_answers_alone(
     jobs = jobs_of(4, seed)
     drafter = drafter_named(name, jobs)
     options = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "max_model_len": 36}
-    options |= engines.room_for(room + nodes, target(), drafter)
+    room += 46 if name == "beam trees" else nodes
+    options |= engines.room_for(room, target(), drafter)
     for static in (False, True):
         engine = engines.make_engine(
             target(),
             drafter,
             k,
             static=static,
-            nodes=nodes if name == "trees" else None,
+            nodes=nodes if name.endswith("trees") else None,
             auto=True,
             **options,
         )
@@ -132,10 +138,10 @@ def test_any_choice_under_preemption_leaves_the_answers_alone(
 
 
 @both_forms
-@pytest.mark.parametrize("name", ["trees", "eagle3"])
+@pytest.mark.parametrize("name", ["trees", "beam trees", "n-gram trees", "eagle3"])
 def test_the_engines_own_choice_leaves_the_answers_alone(name: str, static: bool) -> None:
     jobs = jobs_of(6, seed=3)
-    nodes = 12 if name == "trees" else None
+    nodes = 12 if name.endswith("trees") else None
     drafter = drafter_named(name, jobs)
     engine = engines.make_engine(target(), drafter, 4, static=static, nodes=nodes, auto=True)
     requests = engines.run(engine, jobs)
@@ -149,7 +155,9 @@ def test_the_engines_own_choice_leaves_the_answers_alone(name: str, static: bool
 
 
 @both_forms
-@pytest.mark.parametrize(("name", "nodes"), [("p-eagle", None), ("p-eagle", 9), ("eagle3", None)])
+@pytest.mark.parametrize(
+    ("name", "nodes"), [("p-eagle", None), ("p-eagle", 9), ("eagle3", None), ("eagle3", 9)]
+)
 def test_a_drafter_that_paused_drafts_what_it_would_have_drafted(
     name: str, nodes: int | None, static: bool
 ) -> None:
@@ -174,6 +182,35 @@ def test_a_drafter_that_paused_drafts_what_it_would_have_drafted(
         found.append((state.num_computed.tolist(), state.drafts[:3].tolist()))
     assert found[1] == found[0]
     assert found[2] == found[0]
+
+
+@both_forms
+def test_trees_from_the_host_are_walked_as_deep_as_they_were_drafted(static: bool) -> None:
+    """A chain that repeats itself: all of a tree's few nodes stand behind each other."""
+    prompt = [1, 2, 3] * 4
+    job = Job(prompt, SamplingParams(temperature=0.0, max_tokens=30))
+    engine = engines.make_engine(
+        target(), NgramDrafter(1, 3), 12, static=static, nodes=15, auto=True
+    )
+    assert engine.budget is not None
+    assert [engine.budget.depth_for(n) for n in (1, 7, 15)] == [12] * 3
+    seen = []
+    propose = engine._host_drafter.propose_trees  # type: ignore[union-attr]
+
+    def right(histories: list[list[int]], counts: list[int], depths: list[int]) -> object:
+        assert propose(histories, counts, depths)
+        known = naive.known(target(), [job])[0][len(histories[0]) :][: min(counts[0], depths[0])]
+        seen.append(len(known))
+        scores = [-0.01 * n for n in range(len(known))]
+        return [SequenceDraft(known, None, list(range(len(known))), scores)]
+
+    engine._host_drafter.propose_trees = right  # type: ignore[union-attr]
+    [request] = engines.run(engine, [job])
+    naive.check(target(), [request], [job])
+    assert max(seen) == 12
+    shapes = [s for s in engines.watched(engine).shapes if s.num_nodes]
+    assert all(s.depth == 12 for s in shapes)
+    assert request.stats.num_accepted_tokens == request.stats.num_draft_tokens
 
 
 def test_steps_without_drafts_do_not_sample_from_the_drafter() -> None:

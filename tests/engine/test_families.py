@@ -108,6 +108,10 @@ def test_with_trees(model: Model, static: bool) -> None:
     network = SHALLOW.make_head(model.target)
     tree = drafters.ScriptedTrees(network, known(model), ranks=(0, 1, 8))
     assert accepted(run(model, tree, 6, nodes=12, static=static)) > 0
+    if static:
+        network = SHALLOW.make_head(model.target, "eagle3")
+        tree = drafters.ScriptedBeam(network, known(model), ranks=(0, 1, 8))
+        assert accepted(run(model, tree, 3, nodes=12, static=static)) > 0
 
 
 def test_when_a_request_begins_as_an_earlier_one_did(model: Model) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from peagle.engine.engine import Engine
+from peagle.engine.engine import Engine, Speculation
 from peagle.engine.request import Request
 from peagle.models.drafter import Drafter
 from peagle.models.eagle import EagleNetwork
@@ -40,6 +40,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "corrected chain": {"correction_size": 20},
     "corrected tree": {"correction_size": 20},
     "eagle3": {"method": "eagle3"},
+    "eagle3 tree": {"method": "eagle3"},
     "few positions": {"max_position_embeddings": 24},
 }
 
@@ -64,7 +65,7 @@ class Setting(NamedTuple):
 
 SETTINGS = st.builds(
     Setting,
-    name=st.sampled_from([*HEADS, "n-gram", "scripted"]),
+    name=st.sampled_from([*HEADS, "n-gram", "n-gram tree", "scripted"]),
     is_auto=st.booleans(),
     static=st.booleans(),
     prefix_caching=st.sampled_from([True, True, False]),
@@ -82,12 +83,13 @@ def network(name: str) -> EagleNetwork:
 
 def drafter_named(name: str, answers: list[list[int]]) -> Drafter:
     """Most are right now and then; those with a correction are as good as it makes them."""
-    if name == "n-gram":
+    if name.startswith("n-gram"):
         return NgramDrafter(1, 3)
     if name == "scripted":
         return drafters.mixed(answers)
     if name.endswith("tree"):
-        return drafters.ScriptedTrees(network(name), answers, ranks=(0, 1, 2, 9))
+        kind = drafters.ScriptedBeam if name == "eagle3 tree" else drafters.ScriptedTrees
+        return kind(network(name), answers, ranks=(0, 1, 2, 9))
     if name == "corrected chain":
         return head_drafter(network(name))
     return drafters.ScriptedHead(network(name), drafters.Script(answers))
@@ -194,6 +196,7 @@ def check_setting(setting: Setting, count: int) -> None:
     turns = any_turns(rng, count)
     drafter = drafter_named(setting.name, naive.known(target(), [j for t in turns for j in t]))
     nodes = 10 if setting.name.endswith("tree") else None
+    slack = max(Speculation(drafter, 4, num_draft_nodes=nodes).cache_slack, 14)
     engine = engines.make_engine(
         target(),
         drafter,
@@ -207,7 +210,7 @@ def check_setting(setting: Setting, count: int) -> None:
         block_size=setting.block_size,
         max_num_batched_tokens=setting.max_rows,
         enable_prefix_caching=setting.prefix_caching,
-        **engines.room_for(CONTEXT + 14 + setting.spare, target(), drafter),
+        **engines.room_for(CONTEXT + slack + setting.spare, target(), drafter),
     )
     poison(engine)
     if setting.is_auto:
@@ -234,7 +237,7 @@ def test_answers_and_known_blocks_are_right_with_all_features_at_length(setting:
 
 
 @both_forms
-@pytest.mark.parametrize("name", ["chain", "corrected tree", "eagle3"])
+@pytest.mark.parametrize("name", ["chain", "corrected tree", "eagle3", "eagle3 tree"])
 @pytest.mark.parametrize("choice", [(0, 0, 0), (1, 1, 1)], ids=["paused", "shallow"])
 def test_blocks_that_were_written_with_fewer_drafts_serve_a_second_turn(
     choice: tuple[int, int, int], name: str, static: bool

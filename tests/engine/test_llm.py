@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import peagle.engine.llm
 from peagle.engine.llm import LLM
 from peagle.errors import ConfigError, PeagleError, RequestError
 from peagle.outputs import RequestOutput
 from peagle.sampling_params import SamplingParams
 from tests.tiny import drafters
+from tests.tiny.folders import write_head
 
 TEXT = "abc the €é 😀"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
@@ -372,6 +375,72 @@ def test_bad_options_are_named(
         options = {"speculative_config": {**drafter, "model": str(head_folder)}}
     with pytest.raises(PeagleError, match=message):
         LLM(str(model_folder), **{"device": "cpu"} | options)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "message"),
+    [
+        ({"model": "HEAD", "num_draft_nodes": 9, "num_speculative_tokens": 1}, {}, "at most 8"),
+        ({"model": "HEAD", "num_draft_nodes": 9, "num_speculative_tokens": 7}, {}, "at most 6"),
+        ({"model": "EAGLE3", "num_draft_nodes": 9, "num_speculative_tokens": 9}, {}, "at most 8"),
+        ({"method": "ngram", "num_draft_nodes": 9, "num_speculative_tokens": 1}, {}, "at most 8"),
+        (
+            {"model": "HEAD", "num_draft_nodes": 9, "verification": "rejection"},
+            {},
+            "rejection verifies chains",
+        ),
+        ({"method": "ngram", "num_draft_nodes": 9}, {"batch_invariant": True}, "with trees"),
+    ],
+)
+def test_trees_that_cannot_be_are_refused_before_the_target_is_loaded(
+    model_folder: Path,
+    head_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    drafter: dict[str, Any],
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("the target is loaded")
+
+    monkeypatch.setattr(peagle.engine.llm, "load_engine_target", load)
+    heads = {"HEAD": lambda: head_folder, "EAGLE3": lambda: eagle3_head(tmp_path, model_folder)}
+    if "model" in drafter:
+        drafter = drafter | {"model": str(heads[drafter["model"]]())}
+    with pytest.raises(PeagleError, match=message):
+        LLM(str(model_folder), device="cpu", speculative_config=drafter, **options)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "expected"),
+    [
+        ({"num_draft_nodes": 9}, (5, 9, False)),
+        ({"speculation": "auto"}, (5, None, True)),
+        ({"speculation": "auto", "num_draft_nodes": 9}, (7, 9, True)),
+        ({"speculation": "auto", "num_draft_nodes": 9, "num_speculative_tokens": 3}, (3, 9, True)),
+        ({}, (5, None, False)),
+    ],
+)
+def test_an_eagle3_head_drafts_trees_where_nodes_are_asked_for(
+    model_folder: Path, tmp_path: Path, drafter: dict[str, Any], expected: tuple[object, ...]
+) -> None:
+    config = drafter | {"model": str(eagle3_head(tmp_path, model_folder))}
+    llm = LLM(str(model_folder), device="cpu", dtype="float32", speculative_config=config)
+    speculation = llm.engine.speculation
+    assert speculation is not None
+    found = speculation.num_speculative_tokens, speculation.num_draft_nodes, speculation.is_auto
+    assert found == expected
+    plain = LLM(str(model_folder), device="cpu", dtype="float32")
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    texts = ["once upon", "a time"]
+    ours, theirs = (engine.generate(texts, params, use_tqdm=False) for engine in (llm, plain))
+    assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in theirs]
+
+
+def eagle3_head(parent: Path, model_folder: Path) -> Path:
+    sizes = {"max_speculative_tokens": 5, "aux_hidden_state_layer_ids": (0, 1, 2)}
+    return write_head(parent / "eagle3", model_folder, "eagle3", num_speculative_tokens=5, **sizes)
 
 
 def test_a_number_of_sampling_params_that_does_not_fit_is_refused(spec_llm: LLM) -> None:

@@ -134,7 +134,9 @@ def conversation(rng: random.Random, count: int) -> list[Job]:
 @settings(max_examples=20, deadline=None, phases=[Phase.generate])  # shrinking takes minutes
 @given(
     seed=st.integers(0, 9999),
-    method=st.sampled_from(["plain", "p-eagle", "p-eagle tree", "eagle3", "few positions"]),
+    method=st.sampled_from(
+        ["plain", "p-eagle", "p-eagle tree", "eagle3", "eagle3 tree", "few positions"]
+    ),
     static=st.booleans(),
     block_size=st.sampled_from([1, 2, 3, 5]),
     spare=st.integers(0, 60),
@@ -147,13 +149,15 @@ def test_answers_and_known_blocks_are_right_under_any_load(
     jobs = conversation(rng, 7)
     sequences = naive.known(target(), jobs)
     net = None if method == "plain" else network("p-eagle", 24)
-    if method in ("p-eagle", "p-eagle tree", "eagle3"):
+    if method.startswith(("p-eagle", "eagle3")):
         net = network(method.removesuffix(" tree"))
     drafter = scripted(net, sequences)
-    nodes = 10 if method == "p-eagle tree" else None
+    nodes = 10 if method.endswith("tree") else None
     if net is not None and nodes:
-        drafter = drafters.ScriptedTrees(net, sequences, ranks=(0, 1, 2, 9))
-    options = engines.room_for(70 + spare, target(), drafter) | {
+        kind = drafters.ScriptedBeam if method == "eagle3 tree" else drafters.ScriptedTrees
+        drafter = kind(net, sequences, ranks=(0, 1, 2, 9))
+    room = 110 if method == "eagle3 tree" else 70  # for the rows of its beam
+    options = engines.room_for(room + spare, target(), drafter) | {
         "nodes": nodes,
         "max_model_len": 60,
         "block_size": block_size,

@@ -276,6 +276,7 @@ def test_reach_is_no_more_than_the_device_may_write(k: int, lag: int) -> None:
 def test_start_and_reach_count_steps_in_flight_and_end_at_the_limit() -> None:
     batch = HostBatch(3, MAX_DRAFTS)
     batch.num_computed[:], batch.per_step[:], batch.max_capacity[:] = 10, (5, 5, 1), (100, 16, 100)
+    batch.draft_rows[:] = 3, 3, 0
     assert batch.start().tolist() == [10, 10, 10]
     assert batch.reach().tolist() == [10 + 5 + 3, 16, 11]
     batch.in_flight[:] = 2
@@ -525,7 +526,7 @@ def test_a_slot_and_its_outcomes_begin_anew_for_the_next_request() -> None:
     scheduler = make_scheduler(seqs=1)
     _, (first,) = decoding(scheduler, (2, 20, 3))
     batch = scheduler.batch
-    batch.outcomes[0, 3, 2] = 4
+    batch.outcomes[0, 3, 2, 0] = 4
     batch.in_flight[0] = 1
     first.finish("abort")
     scheduler.finish(first)

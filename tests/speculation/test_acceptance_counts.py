@@ -36,6 +36,18 @@ def test_counts_of_a_known_run() -> None:
     assert stats.conditional_acceptance == [3 / 4, 1 / 2, 1.0]
 
 
+def test_a_path_that_ended_in_a_leaf_was_not_rejected() -> None:
+    """Trees of 5 nodes, 3 deep: the second has nothing behind its only accepted node."""
+    stats = SpecDecodeStats()
+    for num_accepted, is_leaf in ((2, False), (1, True), (0, False), (3, True), (0, True)):
+        stats.observe(5, num_accepted, depth=3, is_leaf=is_leaf)
+    assert stats.num_accepted_tokens_per_pos == [3, 2, 1]
+    assert stats.num_reached_tokens_per_pos == [4, 2, 2]
+    assert stats.conditional_acceptance == [3 / 4, 1.0, 1 / 2]
+    assert stats.per_position_acceptance == [3 / 5, 2 / 5, 1 / 5]
+    assert stats.mean_acceptance_length == 1 + 6 / 5
+
+
 def test_no_drafts_give_neutral_numbers_and_no_nan() -> None:
     for stats in (SpecDecodeStats(), observed([(0, 0)])):
         assert stats.mean_acceptance_length == 1.0

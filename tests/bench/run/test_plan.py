@@ -155,17 +155,27 @@ def test_depths_that_a_head_cannot_reach_are_left_out_with_a_note() -> None:
         grid_settings(plan(spec_model="p", spec_tokens="11"), [P_EAGLE])
 
 
-def test_trees_stand_beside_the_chains_of_heads_that_can_draft_them() -> None:
-    asked = plan(spec_model="p,e", spec_tokens="1,4", spec_nodes="7,15")
+def test_trees_stand_beside_the_chains_of_every_drafter() -> None:
+    methods = "ngram,p-eagle,eagle3"
+    asked = plan(spec_method=methods, spec_model="p,e", spec_tokens="1,4,9", spec_nodes="7,15")
     found, notes = grid_settings(asked, [P_EAGLE, EAGLE3])
     trees = [
         (s.method, s.num_speculative_tokens, s.num_draft_nodes) for s in found if s.num_draft_nodes
     ]
-    assert trees == [("p-eagle", 1, 7), ("p-eagle", 4, 7), ("p-eagle", 4, 15)]
-    assert len(found) == 1 + 2 + 2 + 3
-    assert notes == ["trees of depth 1 have at most 8 nodes; larger ones are left out"]
+    own = [(1, 7), (4, 7), (4, 15)]
+    assert trees == [
+        *(("ngram", *n) for n in [*own, (9, 7), (9, 15)]),
+        *(("p-eagle", *n) for n in own),
+        *(("eagle3", *n) for n in own),
+    ]
+    assert len(found) == 1 + 3 + 2 + 3 + len(trees)
+    assert set(notes) == {
+        "trees of depth 1 have at most 8 nodes; larger ones are left out",
+        f"{P_EAGLE.reference} drafts at most 8 tokens; deeper K is left out",
+        f"trees of {EAGLE3.reference} are at most 8 deep; deeper ones are left out",
+    }
     with pytest.raises(ConfigError, match="no setting can draft such trees"):
-        grid_settings(plan(spec_model="e", spec_nodes="7"), [EAGLE3])
+        grid_settings(plan(spec_model="e", spec_tokens="9", spec_nodes="7"), [EAGLE3])
     with pytest.raises(ConfigError, match="only the embedded engine drafts trees"):
         plan(spec_model="p", spec_nodes="7", backend="vllm")
 
@@ -228,7 +238,9 @@ def test_auto_stands_beside_fixed_settings_or_alone() -> None:
     assert [(s.name, s.num_draft_nodes) for s in alone] == [("none", None), ("p-eagle auto", None)]
     with pytest.raises(ConfigError, match="only the embedded engine chooses"):
         plan(spec_model="p", speculation="auto", backend="vllm")
-    with pytest.raises(ConfigError, match="auto was given, but no head"):
+    ngram, _ = grid_settings(plan(spec_method="ngram", speculation="auto"), [])
+    assert [s.name for s in ngram] == ["none", "ngram auto"]
+    with pytest.raises(ConfigError, match="auto was given, but no drafter"):
         plan(speculation="auto")
     with pytest.raises(ConfigError, match="--speculation adaptive is unknown"):
         plan(spec_model="p", speculation="adaptive")

@@ -39,7 +39,7 @@ def grid(
 
 def test_every_cell_has_its_repeats_and_figures(grid: tuple[Results, Watcher, Path]) -> None:
     results, _, folder = grid
-    assert len(results.cells) == (1 + 2 + 2 + 2) * 2
+    assert len(results.cells) == (1 + 2 + 2 + 2 + 2) * 2
     assert load_results(folder) == results
     assert not results.partial
     for cell in results.cells:
@@ -100,7 +100,7 @@ def test_method_that_changes_answers_is_found_with_the_gap_at_that_place(
 
 def test_grid_interleaves_its_repeats(grid: tuple[Results, Watcher, Path]) -> None:
     repeats = [turn.repeat for turn in grid[1].done]
-    assert repeats == [0] * 14 + [1] * 14
+    assert repeats == [0] * 18 + [1] * 18
 
 
 def test_samples_show_one_depth_per_method(grid: tuple[Results, Watcher, Path]) -> None:

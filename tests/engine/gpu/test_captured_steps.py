@@ -186,8 +186,8 @@ def test_rejection_has_the_targets_distribution() -> None:
 )
 @pytest.mark.parametrize(
     ("head", "nodes"),
-    [(HEADS["p-eagle"], NODES), (CORRECTED, NODES), (CORRECTED, None)],
-    ids=["trees", "corrected trees", "corrected chains"],
+    [(HEADS["p-eagle"], NODES), (CORRECTED, NODES), (CORRECTED, None), (HEADS["eagle3"], NODES)],
+    ids=["trees", "corrected trees", "corrected chains", "beams"],
 )
 def test_captured_lattices_give_the_answers_of_those_on_a_cpu(
     head: dict[str, Any], nodes: int | None, params: list[SamplingParams]
@@ -202,7 +202,8 @@ def test_captured_lattices_give_the_answers_of_those_on_a_cpu(
 
 
 @pytest.mark.parametrize(
-    ("name", "nodes"), [("p-eagle", None), ("eagle3", None), ("p-eagle", NODES)]
+    ("name", "nodes"),
+    [("p-eagle", None), ("eagle3", None), ("p-eagle", NODES), ("eagle3", NODES)],
 )
 def test_second_turns_by_the_prefix_cache_get_plain_decodings_answers(
     name: str, nodes: int | None

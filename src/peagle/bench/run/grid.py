@@ -22,16 +22,20 @@ from peagle.config import (
     MAX_SPECULATIVE_TOKENS,
 )
 from peagle.errors import ConfigError
-from peagle.speculation.trees import BEAM, num_candidates
+from peagle.speculation.trees import BEAM, max_tree_depth, num_candidates
 
 
 class HeadLimits(NamedTuple):
-    """What a grid needs to know of a head before it is loaded."""
+    """What a grid needs to know of a head before it is loaded, or of the n-gram drafter."""
 
-    reference: str
+    reference: str | None
     method: str
     advised: int
     deepest: int
+
+    @property
+    def name(self) -> str:
+        return self.reference or self.method
 
 
 class GridCell(NamedTuple):
@@ -65,11 +69,10 @@ def grid_settings(plan: BenchPlan, heads: Sequence[HeadLimits]) -> tuple[list[Se
         method = plan.spec_method[0] if plan.spec_method else "endpoint"
         return [Setting(method, plan.spec_tokens[0] if plan.spec_tokens else 0)], []
     found, notes = [Setting(NONE)], list[str]()
-    if NGRAM in plan.spec_method:
-        found += [Setting(NGRAM, k) for k in plan.spec_tokens or [DEFAULT_SPECULATIVE_TOKENS]]
     wanted = set(plan.spec_method) - {NONE, NGRAM}
-    for head in heads:
-        if wanted and head.method not in wanted:
+    ngram = HeadLimits(None, NGRAM, DEFAULT_SPECULATIVE_TOKENS, MAX_SPECULATIVE_TOKENS)
+    for head in [*([ngram] if NGRAM in plan.spec_method else []), *heads]:
+        if wanted and head.method not in {*wanted, NGRAM}:
             raise ConfigError(
                 f"{head.reference} is a head for {head.method}, not {' or '.join(sorted(wanted))}",
                 hint=f"drop it, or add {head.method} to --spec-method",
@@ -80,12 +83,12 @@ def grid_settings(plan: BenchPlan, heads: Sequence[HeadLimits]) -> tuple[list[Se
             continue
         chains = _settings_of(head, plan.spec_tokens or [head.advised], notes)
         found += chains
-        if head.method == P_EAGLE:
-            found += _trees_of(chains, plan.spec_nodes, notes)
+        if plan.spec_nodes:
+            found += _trees_of(head, chains, plan.spec_nodes, notes)
     if plan.spec_nodes and not any(setting.num_draft_nodes for setting in found):
         raise ConfigError(
             "--spec-nodes was given, but no setting can draft such trees",
-            hint="give a P-EAGLE head, and fewer nodes or more --spec-tokens",
+            hint="give a head or --spec-method ngram, and fewer nodes or more --spec-tokens",
         )
     missing = wanted - {head.method for head in heads}
     if missing:
@@ -98,7 +101,7 @@ def grid_settings(plan: BenchPlan, heads: Sequence[HeadLimits]) -> tuple[list[Se
 def _settings_of(head: HeadLimits, depths: Sequence[int], notes: list[str]) -> list[Setting]:
     """A setting for each depth that the head can reach; `notes` gets a line on the others."""
     within = [k for k in depths if k <= head.deepest]
-    most = f"{head.reference} drafts at most {head.deepest} tokens"
+    most = f"{head.name} drafts at most {head.deepest} tokens"
     if not within:
         raise ConfigError(most, hint="lower --spec-tokens")
     if len(within) < len(depths):
@@ -114,13 +117,19 @@ def _auto_setting(head: HeadLimits) -> Setting:
     return Setting(head.method, depth, head.reference, is_auto=True)
 
 
-def _trees_of(chains: Sequence[Setting], nodes: Sequence[int], notes: list[str]) -> list[Setting]:
-    """Trees as deep as each chain; `notes` gets a line on those that cannot be so large."""
-    found = []
+def _trees_of(
+    head: HeadLimits, chains: Sequence[Setting], nodes: Sequence[int], notes: list[str]
+) -> list[Setting]:
+    """Trees as deep as each chain; `notes` gets a line on those that cannot be so deep or large."""
+    found, deepest = [], max_tree_depth(head.method, head.deepest)
+    if any(chain.num_speculative_tokens > deepest for chain in chains):
+        notes.append(f"trees of {head.name} are at most {deepest} deep; deeper ones are left out")
     for chain in chains:
+        if chain.num_speculative_tokens > deepest:
+            continue
         most = min(num_candidates(chain.num_speculative_tokens, BEAM), MAX_DRAFT_NODES)
         found += [replace(chain, num_draft_nodes=n) for n in nodes if n <= most]
-        if max(nodes, default=0) > most:
+        if max(nodes) > most:
             k = chain.num_speculative_tokens
             notes.append(f"trees of depth {k} have at most {most} nodes; larger ones are left out")
     return found
@@ -169,6 +178,7 @@ def head_limits(references: Sequence[str], model: str) -> list[HeadLimits]:
 
 def head_info(limits: HeadLimits) -> MeasuredHead:
     """Holds a digest of its files: a head that was trained further is another head."""
+    assert limits.reference is not None
     folder, digest = resolve_head(limits.reference), hashlib.sha256()
     for path in (folder / CONFIG, *sorted(folder.glob("*.safetensors"))):
         with path.open("rb") as file:

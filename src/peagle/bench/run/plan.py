@@ -104,9 +104,10 @@ class BenchPlan:
             raise ConfigError(
                 "--speculation auto: only the embedded engine chooses", hint="drop it"
             )
-        if AUTO in self.speculation and not self.spec_model:
+        if AUTO in self.speculation and not self.spec_model and NGRAM not in self.spec_method:
             raise ConfigError(
-                "--speculation auto was given, but no head", hint="add --spec-model HEAD"
+                "--speculation auto was given, but no drafter",
+                hint="add --spec-model HEAD or --spec-method ngram",
             )
         if self.spec_nodes and self.backend != EMBEDDED:
             raise ConfigError("--spec-nodes: only the embedded engine drafts trees", hint="drop it")

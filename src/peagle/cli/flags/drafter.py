@@ -79,7 +79,7 @@ class DrafterFlags:
             return SpeculativeConfig.from_mapping(self.given())
         any_drafter = "--spec-model HEAD or --spec-method ngram"
         self._refuse_without_drafter("--spec-tokens", self.spec_tokens, any_drafter)
-        self._refuse_without_drafter("--spec-nodes", self.spec_nodes, "--spec-model P-EAGLE-HEAD")
+        self._refuse_without_drafter("--spec-nodes", self.spec_nodes, any_drafter)
         self._refuse_without_drafter("--speculation", self.speculation, any_drafter)
         if self.spec_model is None and self.spec_method in (None, "none"):
             return None
