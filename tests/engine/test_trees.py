@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.engine.engine import Speculation
-from peagle.engine.verified_trees import verified_trees
+from peagle.engine.verified_tree import verified_trees
 from peagle.errors import ConfigError, RequestError
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel

@@ -205,7 +205,7 @@ def _print_contexts(drafts: str, found: ContextAcceptance, file: Any) -> None:
         ]
         for name in lengths["all"]
     ]
-    columns = ("context", "steps", "length", "no loops", "per token", "no loops")
+    columns = ("context", "steps", "length", "without loops", "per token", "... without loops")
     title = f"mean acceptance length by context, {drafts}"
     render.print_table(title, columns, rows, file=file)
 

@@ -15,7 +15,7 @@ from peagle.bench.run.measure import measure, quantiles
 from peagle.bench.run.meters import CpuMeter, GpuWatch, Meters, mean_utilization
 from peagle.bench.run.run_files import usual_tree
 from peagle.bench.workloads.workload import Task
-from peagle.engine.verified_trees import VerifiedTree
+from peagle.engine.verified_tree import VerifiedTree
 
 from .fakes import record
 

@@ -31,7 +31,7 @@ from peagle.bench.workloads.sources import OFFLINE
 from peagle.engine.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
-    from peagle.engine.verified_trees import VerifiedTree
+    from peagle.engine.verified_tree import VerifiedTree
 
 NUM_SAMPLES = 2  # per workload and method
 MOST_TOKENS = 96

@@ -41,7 +41,7 @@ from peagle.speculation.statistics import SpecDecodeStats
 
 if TYPE_CHECKING:
     from peagle.deploy.invoke import EndpointRuntime
-    from peagle.engine.verified_trees import VerifiedTree
+    from peagle.engine.verified_tree import VerifiedTree
 
 API_KEY = "OPENAI_API_KEY"  # the variable that OpenAI's own client reads
 # model, sizes, drafter, and vLLM's own options where the backend is vLLM
@@ -122,7 +122,7 @@ class EngineSession:
         self, setting: Setting, prompt: Any, params: SamplingParams
     ) -> list[VerifiedTree]:
         from peagle.engine.llm import LLM
-        from peagle.engine.verified_trees import verified_trees
+        from peagle.engine.verified_tree import verified_trees
 
         backend = self.engines.get(setting)
         if not isinstance(backend, LLM):
