@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,7 +121,8 @@ def gain(tree: Answered, chain: Answered) -> dict[str, Any]:
     }
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What is known after each temperature."""
     folder = resolve_model(args.model)
     prompts = prompt_tokens(args.prompts, folder)[: args.num_prompts]
     config = EngineConfig(max_num_seqs=args.max_num_seqs, max_model_len=args.max_model_len)
@@ -139,8 +140,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         )
 
     chains, trees = engine(None), engine(max(args.nodes))
-    cells, gains = [], []
-    for temperature in args.temperatures:
+    weight = target.embed_tokens.weight
+    workload = {
+        **{key: value for key, value in vars(args).items() if key not in ("out", "prompts")},
+        "prompts": [Path(file).name for file in args.prompts],
+        "num_prompts": len(prompts),
+        "device": str(weight.device),
+        "dtype": str(weight.dtype).removeprefix("torch."),
+    }
+    cells: list[dict[str, Any]] = []
+    gains: list[dict[str, Any]] = []
+    for number, temperature in enumerate(args.temperatures, start=1):
         as_chains = [
             answer(chains, prompts, Drafts(k), temperature, args.max_tokens) for k in args.depths
         ]
@@ -150,22 +160,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         ]
         cells += [run.record(as_chains[0]) for run in (*as_chains, *as_trees)]
         gains += [gain(tree, as_chains[-1]) for tree in as_trees]
-        for record in cells[-len(as_chains) - len(as_trees) :]:
-            print(json.dumps(record), flush=True)
-    weight = target.embed_tokens.weight
-    workload = {
-        **{key: value for key, value in vars(args).items() if key not in ("out", "prompts")},
-        "prompts": [Path(file).name for file in args.prompts],
-        "num_prompts": len(prompts),
-        "device": str(weight.device),
-        "dtype": str(weight.dtype).removeprefix("torch."),
-    }
-    return {
-        "cells": cells,
-        "gains": gains,
-        "workload": workload,
-        "provenance": provenance(probe_torch=True),
-    }
+        yield {
+            "cells": cells,
+            "gains": gains,
+            "workload": workload | {"temperatures": args.temperatures[:number]},
+            "provenance": provenance(probe_torch=True),
+        }
 
 
 def main() -> None:
@@ -182,11 +182,12 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    result = measure(args)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(args.out, result)
-    print(json.dumps(result["gains"]))
+    for result in measure(args):
+        if args.out:
+            write_json(args.out, result)
+        print(json.dumps(result["gains"]), flush=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from peagle.bench.results.document import (
     Results,
     Sample,
     SampleToken,
+    TreeNode,
+    TreeSample,
     WorkloadInfo,
 )
 from peagle.speculation.statistics import SpecDecodeStats
@@ -144,6 +146,19 @@ def make_samples(texts: Sequence[str] = ("The", " sky", " is", " blue", ".")) ->
         return Sample("chat", "q1", "Why is the sky blue?", method, k, tokens)
 
     return [sample("none", 0), sample("eagle3", 3), sample("p-eagle", 5)]
+
+
+def make_tree(method: str = "p-eagle N=6", texts: Sequence[str] = (" sky", " sea")) -> TreeSample:
+    """``sky`` and ``is`` behind it were taken, then the target wrote ``blue``."""
+    nodes = [
+        TreeNode(texts[0], 0, accepted=True),
+        TreeNode(" was", 1, accepted=False),
+        TreeNode(texts[1], 0, accepted=False),
+        TreeNode(" is", 1, accepted=True),
+        TreeNode(" red", 4, accepted=False),
+        TreeNode(" is", 3, accepted=False),
+    ]
+    return TreeSample("chat", "q1", method, 7, "Why? The", nodes, " blue")
 
 
 def make_lossless(different: int = 0, gap: float | None = 1e-4) -> Lossless:

@@ -19,6 +19,10 @@ from peagle.cli import deploy, engines, evaluate, render, train
 from peagle.cli.bench import print_results
 from peagle.cli.main import app, main
 from peagle.deploy.endpoints import EndpointStatus
+from peagle.evaluate.contexts import ContextAcceptance
+from peagle.evaluate.evaluator import Evaluation
+from peagle.evaluate.recall import BEST, GreedyEvaluation, Recall
+from peagle.speculation.statistics import SpecDecodeStats
 from tests.bench.made import make_cell, make_results, modelled_grid
 
 from .fakes import Shell
@@ -94,20 +98,20 @@ def heads_tables(shell: Shell, folder: Path) -> None:
 
 
 def evaluate_tables(shell: Shell, folder: Path) -> None:
-    depths = range(1, 17)
-    group = [
-        SimpleNamespace(
-            mean_acceptance_length=1 + 0.7 * k,
-            per_position_acceptance=[0.9**n for n in range(1, k + 1)],
-            conditional_acceptance=[0.9] * k,
-        )
-        for k in depths
-    ]
+    group = []
+    for k in range(1, 17):
+        group.append(SpecDecodeStats())
+        for accepted in range(k + 1):
+            group[-1].observe(k, accepted, times=1_234)
     names = ("all", "not_looping", "a_long_category_name")
-    result = SimpleNamespace(
-        max_tokens=16, groups=dict.fromkeys(names, group), num_documents=dict.fromkeys(names, 20)
-    )
-    evaluate._print_tables({"greedy": result}, sys.stdout)  # type: ignore[dict-item]
+    result = Evaluation(16, dict.fromkeys(names, group), dict.fromkeys(names, 20))
+    recall = Recall([100] * 16, {best: [best * 6] * 16 for best in BEST})
+    by_context = ContextAcceptance({"all": group[:6], "not_looping": group[1:7]},
+                                   {"all": group[2:8], "not_looping": group[3:9]})  # fmt: skip
+    chains = GreedyEvaluation(result, result, {"all": recall}, by_context)
+    evaluate._print_acceptance("greedy", result, chains, sys.stdout)
+    evaluate._print_trees(result, 16, sys.stdout)
+    evaluate._print_contexts("chains of 16", by_context, sys.stdout)
 
 
 def train_tables(shell: Shell, folder: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.engine.engine import Speculation
+from peagle.engine.verified_tree import verified_trees
 from peagle.errors import ConfigError, RequestError
 from peagle.models.drafter import DraftBatch, Drafter
 from peagle.models.eagle3 import Eagle3Drafter
@@ -327,3 +328,25 @@ def test_what_cannot_be_a_tree_is_refused() -> None:
     assert caught.value.hint == "use at most 8"
     with pytest.raises(ConfigError, match="more than a tree of depth 4"):
         Speculation(head(), 4, num_draft_nodes=64)
+
+
+@engines.both_forms
+@pytest.mark.parametrize("auto", [False, True])
+def test_looked_at_trees_are_those_that_were_verified(static: bool, auto: bool) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=30, seed=1)
+    (job,) = jobs_of([params], 1)
+    drafter = scripted([job], (0, 1, 2))
+    engine = engines.make_engine(target(), drafter, k=4, nodes=12, static=static, auto=auto)
+    prompt = list(job.prompt)
+    trees = verified_trees(engine, prompt, params)
+    answer = naive.known(target(), [job])[0][len(prompt) :]
+    assert len(trees) == engine.stats.num_drafts > 3
+    assert sum(len(tree.token_ids) for tree in trees) == engine.stats.num_draft_tokens
+    assert sum(len(tree.path) for tree in trees) == engine.stats.num_accepted_tokens > 5
+    for tree in trees:
+        rows = [0, *tree.path]
+        assert [tree.parents[node - 1] for node in tree.path] == rows[:-1]
+        written = [tree.token_ids[node - 1] for node in tree.path]
+        written += [] if tree.bonus is None else [tree.bonus]
+        assert answer[tree.num_outputs :][: len(written)] == written
+        assert all(parent < node for node, parent in enumerate(tree.parents, start=1))

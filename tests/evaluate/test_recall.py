@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from peagle.evaluate.evaluator import Document, Drafted, greedy_acceptance, ranked_acceptance
-from peagle.evaluate.recall import BEST, Recall, _recall, evaluate_greedy, is_recalled
+from peagle.evaluate.recall import Recall, _recall, evaluate_greedy, is_recalled
 from peagle.evaluate.replay import Limits
 from peagle.sampling_params import SamplingParams
 from peagle.teacher_forcing.draft_model import DraftModel
@@ -56,14 +56,14 @@ def test_every_token_of_an_answer_at_which_a_step_may_begin_counts_once() -> Non
     total = Recall()
     total.merge(recall)
     total.merge(recall)
-    assert total.share(4) == pytest.approx([2 / 3, 1 / 2, 0])
+    assert total.shares()[4] == pytest.approx([2 / 3, 1 / 2, 0])
 
 
 def test_the_oracle_is_ahead_of_the_chain_by_what_is_recalled(tmp_path: Path) -> None:
     network = random_head("p-eagle")
     requests, _ = run_engine(network, 1, SamplingParams(temperature=0.0, max_tokens=21))
     found = evaluate_greedy(evaluator(write_answers(tmp_path, requests, 21)), DraftModel(network))
-    shares = [found.recall["all"].share(best) for best in BEST]
+    shares = list(found.recall["all"].shares().values())
     assert all(few < many for few, many in zip(shares[0], shares[-1], strict=True))
     assert shares == sorted(shares)
     chain, oracle = found.acceptance, found.oracle

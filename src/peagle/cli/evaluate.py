@@ -161,15 +161,9 @@ def _print_acceptance(
         rows.append(["oracle of the best 16", *lengths])
     columns = ("rows", *(f"K={k}" for k in sizes))
     render.print_table(f"mean acceptance length, {way}", columns, rows, file=file)
-    everything = result.groups["all"][-1]
-    shares = {
-        "accepted": everything.per_position_acceptance,
-        "given before": everything.conditional_acceptance,
-    }
-    if chains is not None:
-        recall = chains.recall["all"]
-        shares |= {f"best {best}": recall.share(best) for best in recall.found}
-    _print_positions(f"per position at K={result.max_tokens}, {way}", shares, file)
+    recall = {} if chains is None else chains.recall["all"].shares()
+    shares = {f"best {best}": values for best, values in recall.items()}
+    _print_positions(f"per position at K={result.max_tokens}, {way}", result, shares, file)
 
 
 def _print_trees(result: Evaluation, depth: int, file: Any) -> None:
@@ -177,18 +171,25 @@ def _print_trees(result: Evaluation, depth: int, file: Any) -> None:
     title = f"mean acceptance length, trees of depth {depth}"
     columns = ("rows", *(f"N={n}" for n in sizes))
     render.print_table(title, columns, _length_rows(result, sizes), file=file)
+    _print_positions(f"per depth at N={result.max_tokens}", result, {}, file)
+
+
+def _print_positions(
+    title: str, result: Evaluation, more: Mapping[str, Sequence[float]], file: Any
+) -> None:
+    """Of the most drafts, over all rows: one line for each draft."""
     everything = result.groups["all"][-1]
-    shares = {
-        "accepted": everything.per_position_acceptance,
-        "given before": everything.conditional_acceptance,
-    }
-    _print_positions(f"per depth at N={result.max_tokens}", shares, file)
-
-
-def _print_positions(title: str, shares: Mapping[str, Sequence[float]], file: Any) -> None:
+    accepted = everything.per_position_acceptance
+    before = [1.0, *accepted]
+    given = [
+        f"{share:.3f}" if reached else "-"  # nobody came so far
+        for share, reached in zip(everything.conditional_acceptance, before, strict=False)
+    ]
+    columns = {"accepted": accepted, **more}
+    shares = {name: [f"{share:.3f}" for share in values] for name, values in columns.items()}
+    shares = {"accepted": shares.pop("accepted"), "given before": given, **shares}
     rows = [
-        [str(draft), *(f"{share:.3f}" for share in row)]
-        for draft, row in enumerate(zip(*shares.values(), strict=True), start=1)
+        [str(draft), *row] for draft, row in enumerate(zip(*shares.values(), strict=True), start=1)
     ]
     render.print_table(title, ("draft", *shares), rows, file=file)
 
@@ -205,7 +206,7 @@ def _print_contexts(drafts: str, found: ContextAcceptance, file: Any) -> None:
         ]
         for name in lengths["all"]
     ]
-    columns = ("context", "steps", "length", "no loops", "per token", "no loops")
+    columns = ("context", "steps", "length", "without loops", "per token", "... without loops")
     title = f"mean acceptance length by context, {drafts}"
     render.print_table(title, columns, rows, file=file)
 

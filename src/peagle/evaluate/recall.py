@@ -43,13 +43,15 @@ class Recall:
         for best, counts in other.found.items():
             self.found[best] = _added(self.found.get(best, []), counts)
 
-    def share(self, best: int) -> list[float]:
-        """[K]: how often the right token is among so many best ones."""
-        pairs = zip(self.found.get(best, []), self.num_tokens, strict=True)
-        return [found / count if count else 0.0 for found, count in pairs]
+    def shares(self) -> dict[int, list[float]]:
+        """By M of BEST: how often the right token is among so many best ones.  # [K] each"""
+        return {
+            best: [x / n if n else 0.0 for x, n in zip(found, self.num_tokens, strict=True)]
+            for best, found in self.found.items()
+        }
 
     def as_dict(self) -> dict[str, Any]:
-        return {str(best): [round(x, 4) for x in self.share(best)] for best in self.found}
+        return {str(best): [round(x, 4) for x in shares] for best, shares in self.shares().items()}
 
 
 def _added(mine: Sequence[int], its: Sequence[int]) -> list[int]:

@@ -69,14 +69,15 @@ def evaluate_trees(evaluator: Evaluator, model: DraftModel, num_nodes: int) -> T
 
 def _replays(document: Document, depth: int) -> Iterator[SpecDecodeStats]:
     accepted, ends_in_leaf = document.chances.long().transpose(1, 2).tolist()  # [N][n] each
-    for leading, is_leaf in zip(accepted, ends_in_leaf, strict=True):
+    for num_nodes, (leading, is_leaf) in enumerate(zip(accepted, ends_in_leaf, strict=True), 1):
         stats = SpecDecodeStats()
         for newest, num_drafts, kept in visited_steps(
             document.mask, leading, depth, document.limits
         ):
-            stats.observe(num_drafts, kept)
+            num_positions = min(num_drafts, num_nodes)
+            stats.observe(num_positions, kept)
             # No node followed, so none was rejected.
-            if kept < num_drafts and kept == leading[newest - 1] and is_leaf[newest - 1]:
+            if kept < num_positions and kept == leading[newest - 1] and is_leaf[newest - 1]:
                 stats.num_reached_tokens_per_pos[kept] -= 1
         yield stats
 

@@ -21,6 +21,7 @@ from peagle.bench.report.manifest import machine
 from peagle.bench.report.page import build_page, page_sections, write_plots, write_report
 from peagle.bench.report.plots import all_plots
 from peagle.bench.report.tables import speed_tables, what_to_run
+from peagle.bench.report.trees import BONUS, ROOT, outline, trees_block
 from peagle.bench.report.verdict import (
     headline,
     key_figures,
@@ -28,10 +29,10 @@ from peagle.bench.report.verdict import (
     lossless_verdict,
     sentences,
 )
-from peagle.bench.results.document import Agreement, Lossless, Results
+from peagle.bench.results.document import Agreement, Lossless, Results, from_json
 from tests.browser import Browser, find_browser, started_browser
 
-from ..made import make_cell, make_lossless, make_results, make_samples, modelled_grid
+from ..made import make_cell, make_lossless, make_results, make_samples, make_tree, modelled_grid
 
 HOSTILE = (
     '</pre><script>document.title="owned"</script>',
@@ -47,7 +48,7 @@ HOSTILE = (
 def full_results() -> Results:
     return modelled_grid(
         workloads=("chat",), loads=(1, 4), ks=(3, 5),
-        samples=make_samples(), lossless=make_lossless(),
+        samples=make_samples(), lossless=make_lossless(), trees=[make_tree()],
     )  # fmt: skip
 
 
@@ -94,7 +95,7 @@ def read(html: str) -> Reader:
 def test_every_part_is_there(html: str) -> None:
     ids = [a["id"] for tag, a in read(html).tags if tag == "section"]
     assert ids == [
-        *("verdict", "run", "table", "plots", "answers", "lossless", "loops", "manifest"),
+        *("verdict", "run", "table", "plots", "trees", "answers", "lossless", "loops", "manifest"),
     ]
     for words in ("Speed-up by load", "Latency tails", "Where the time goes", "SHA-256",
                   "peagle bench smollm2-135m", "0123456789abcdef", "A CPU"):  # fmt: skip
@@ -128,18 +129,55 @@ def test_nothing_is_loaded_and_nothing_runs(html: str) -> None:
     assert "default-src 'none'" in html
 
 
+def test_a_tree_is_drawn_with_the_path_that_the_target_took() -> None:
+    tree = make_tree()
+    places = {place.line: place for place in outline(tree)}
+    # Depth first, the target's own token ahead of the siblings that it did not take.
+    assert [places[n].node for n in range(8)] == [ROOT, 1, 2, 4, BONUS, 5, 3, 6]
+    assert [places[n].depth for n in range(8)] == [0, 1, 2, 2, 3, 3, 1, 2]
+    assert [places[places[n].parent].node for n in range(1, 8)] == [ROOT, 1, 1, 4, 4, ROOT, 3]
+    block = trees_block([tree])
+    read(block)
+    boxes = re.findall(r'<rect class="(\w+)".*?/><text[^>]*>([^<]*)<', block)
+    assert boxes == [("taken", "\u00b7sky"), ("taken", "\u00b7is"), ("own", "\u00b7blue")]
+    assert block.count('<path class="taken"') == 2
+    assert block.count('class="other"') == 2 * 4  # a line and a text for each that was not taken
+    assert "2 of 6 drafts accepted" in block
+    assert "The target accepted \u00b7sky, \u00b7is and added \u00b7blue." in block
+    refused = [replace(node, accepted=False) for node in tree.nodes]
+    alone = trees_block([replace(tree, nodes=refused, bonus="", before="")])
+    assert "<rect" not in alone
+    assert "The target accepted none." in alone
+    assert trees_block([]) == ""
+
+
+def test_results_from_before_trees_were_recorded_still_open() -> None:
+    document = full_results().to_json()
+    del document["trees"]
+    assert from_json(document, "results.json").trees == []
+    assert from_json(full_results().to_json(), "results.json").trees == [make_tree()]
+
+
 @pytest.mark.usefixtures("one_plot")
 def test_hostile_text_stays_text() -> None:
     samples = [replace(s, question=HOSTILE[0], prompt=HOSTILE[2], workload=HOSTILE[1])
                for s in make_samples(HOSTILE)]  # fmt: skip
-    grid = modelled_grid(workloads=(HOSTILE[1],), samples=samples, lossless=make_lossless(2))
+    trees = [
+        replace(make_tree(f"p-eagle N={n}", words), prompt=HOSTILE[1], before=words[0])
+        for n, words in enumerate(pairwise(HOSTILE))
+    ]
+    grid = modelled_grid(workloads=(HOSTILE[1],), samples=samples, lossless=make_lossless(2),
+                         trees=trees)  # fmt: skip
     assert grid.lossless is not None
     bad = [replace(d, got_text=HOSTILE[0], prompt=HOSTILE[1]) for d in grid.lossless.differences]
     manifest = replace(grid.manifest, model=HOSTILE[0], settings={HOSTILE[1]: HOSTILE[0]})
     hostile = replace(grid, manifest=manifest, lossless=replace(grid.lossless, differences=bad))
     html = build_page(hostile)
-    tags = {tag for tag, _ in read(html).tags}
-    assert not tags & {"script", "svg"}
+    found = read(html).tags
+    assert "script" not in {tag for tag, _ in found}
+    assert [set(a) for tag, a in found if tag == "svg"] == [
+        {"role", "aria-label", "viewbox", "width", "height"} for _ in trees
+    ]
     assert "${title} $style &amp;lt; &amp;amp;" in html
     assert html.encode()  # the half character is gone
     images = [a for tag, a in read(html).tags if tag == "img"]
@@ -410,6 +448,7 @@ def hostile_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         loads=(1, 2, 4, 8, 16, 32, 64, 128),
         samples=make_samples(HOSTILE),
         lossless=make_lossless(3),
+        trees=[make_tree(f"p-eagle N={n}", words) for n, words in enumerate(pairwise(HOSTILE))],
         partial=True,
     )
     write_report(results, path)
@@ -418,6 +457,8 @@ def hostile_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 SIZE = "[document.documentElement.scrollWidth, innerWidth]"
 PICTURES = "[...document.images].map(i => i.complete && i.naturalWidth > 0)"
+TREES = """[...document.querySelectorAll('.tree svg')].map(s => [s.getBoundingClientRect().right,
+  s.viewBox.baseVal.width, s.getBoundingClientRect().width])"""
 # Text that sticks out of its own box, in boxes that do not scroll.
 OVERFLOWING = """[...document.querySelectorAll('p, li, h1, h2, h3, h4, dd, .tokens, blockquote')]
   .filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.textContent.slice(0, 40))"""
@@ -440,6 +481,10 @@ def test_a_browser_shows_it_without_overflow_errors_or_requests(
     assert all(url.startswith(("file:", "data:")) for url in browser.requested())
     assert browser.evaluate("document.title") != "owned"
     assert browser.evaluate("document.querySelectorAll('mark.draft').length") > 1
+    sizes = browser.evaluate(TREES)
+    assert len(sizes) == len(HOSTILE) - 1
+    # Inside the column, and no smaller than half of what was drawn.
+    assert all(right <= width and drawn <= 2 * shown for right, drawn, shown in sizes)
     browser.screenshot(tmp_path / "page.png")
     assert (tmp_path / "page.png").stat().st_size > 50_000
 

@@ -103,6 +103,19 @@ def test_grid_interleaves_its_repeats(grid: tuple[Results, Watcher, Path]) -> No
     assert repeats == [0] * 18 + [1] * 18
 
 
+def test_one_tree_is_kept_of_each_method_that_drafts_trees(
+    grid: tuple[Results, Watcher, Path],
+) -> None:
+    (tree,) = grid[0].trees
+    assert (tree.method, tree.workload) == ("p-eagle N=9 (p-eagle)", grid[0].cells[0].workload)
+    assert 1 <= len(tree.nodes) <= 9
+    parents = [node.parent for node in tree.nodes]
+    assert all(parent < number for number, parent in enumerate(parents, start=1))
+    taken = [number for number, node in enumerate(tree.nodes, start=1) if node.accepted]
+    assert [parents[number - 1] for number in taken] == [0, *taken][: len(taken)]
+    assert taken or tree.bonus
+
+
 def test_samples_show_one_depth_per_method(grid: tuple[Results, Watcher, Path]) -> None:
     results = grid[0]
     found = {(s.method, s.num_speculative_tokens) for s in results.samples}

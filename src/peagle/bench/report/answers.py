@@ -9,7 +9,7 @@ from statistics import fmean
 
 from peagle.bench.analysis import series
 from peagle.bench.report.markup import details, or_nothing, paragraph, table, text
-from peagle.bench.results.document import AnswerDifference, Results, Sample
+from peagle.bench.results.document import AnswerDifference, Results, Sample, TreeSample
 from peagle.bench.results.figures import NOTHING, counted, length, share
 from peagle.bench.results.settings import (
     NONE,
@@ -47,8 +47,8 @@ def samples_block(samples: Sequence[Sample], where: str = "") -> str:
 
 def _sample_group(group: Sequence[Sample]) -> str:
     first = group[0]
-    in_order = sorted(group, key=lambda sample: _setting(sample).sort_key)
-    answers = "\n".join(_answer(sample, _short_label(sample, group)) for sample in in_order)
+    in_order = sorted(group, key=lambda sample: setting_of_label(sample).sort_key)
+    answers = "\n".join(_answer(sample, short_label(sample, group)) for sample in in_order)
     workload = "" if first.prompt.startswith(first.workload) else f"{first.workload}, "
     # Prompts that are not ours to show come without their text.
     question = f"<blockquote>{text(first.question)}</blockquote>\n" if first.question else ""
@@ -58,8 +58,8 @@ def _sample_group(group: Sequence[Sample]) -> str:
     )
 
 
-def _setting(sample: Sample) -> Setting:
-    """`Sample.method` is a label: `p-eagle (my-head)`, `p-eagle N=31 (my-head)`, `p-eagle auto`."""
+def setting_of_label(sample: Sample | TreeSample) -> Setting:
+    """`method` is a label: `p-eagle (my-head)`, `p-eagle N=31 (my-head)`, `p-eagle auto`."""
     found = LABEL.fullmatch(sample.method)
     if found is None:
         return Setting(sample.method, sample.num_speculative_tokens)
@@ -68,10 +68,10 @@ def _setting(sample: Sample) -> Setting:
     return Setting(found["method"], depth, found["head"], nodes, is_auto)
 
 
-def _short_label(sample: Sample, group: Sequence[Sample]) -> str:
+def short_label(sample: Sample | TreeSample, group: Sequence[Sample] | Sequence[TreeSample]) -> str:
     """The head is left out where the method has only one."""
-    setting = _setting(sample)
-    heads = {s.head for other in group if (s := _setting(other)).method == setting.method}
+    setting = setting_of_label(sample)
+    heads = {s.head for other in group if (s := setting_of_label(other)).method == setting.method}
     name = setting.name if len(heads) == 1 else sample.method
     return short_name(setting, {setting.series: name})
 

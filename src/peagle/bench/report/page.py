@@ -27,6 +27,7 @@ from peagle.bench.report.markup import (
 from peagle.bench.report.plot_style import Plot, render
 from peagle.bench.report.plots import LATENCY, all_plots
 from peagle.bench.report.tables import every_cell
+from peagle.bench.report.trees import trees_block
 from peagle.bench.report.verdict import lossless_details, lossless_verdict
 from peagle.bench.results.document import Manifest, Results
 from peagle.bench.results.settings import trees_in_words
@@ -38,6 +39,7 @@ TITLES = {  # anchors
     "run": "Run this",
     "table": "Speed",
     "plots": "Plots",
+    "trees": "Trees of drafts",
     "answers": "Answers side by side",
     "lossless": "Is the output the same?",
     "loops": "Looping answers",
@@ -81,6 +83,7 @@ def page_sections(results: Results, tuning: Tuning | None) -> dict[str, list[str
             every_cell(results),
         ],
         "plots": _plots(results),
+        "trees": [trees_block(results.trees)],
         "answers": [answers.samples_block(results.samples, _sample_load(results))],
         "lossless": _lossless(results),
         "loops": _looping(results),

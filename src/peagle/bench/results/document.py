@@ -270,12 +270,33 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class TreeNode:
+    text: str
+    parent: int  # the node before it, counted from 1; 0: the newest token
+    accepted: bool
+
+
+@dataclass(frozen=True)
+class TreeSample:
+    """The tree of drafts that one step of an answer verified, and what the target took of it."""
+
+    workload: str
+    prompt: str  # its id
+    method: str  # Cell.label
+    num_speculative_tokens: int
+    before: str  # the end of the answer so far
+    nodes: list[TreeNode]  # the most probable path first
+    bonus: str  # the target's own token behind the accepted ones; empty: the answer had ended
+
+
+@dataclass(frozen=True)
 class Results:
     manifest: Manifest
     cells: list[Cell] = field(default_factory=list)
     lossless: Lossless | None = None  # None: nothing to compare (sampled, or no method none)
     samples: list[Sample] = field(default_factory=list)
     partial: bool = False  # the grid is not finished
+    trees: list[TreeSample] = field(default_factory=list)  # one of each method that drafts trees
     version: int = FORMAT_VERSION
 
     @property

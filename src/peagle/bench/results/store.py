@@ -28,6 +28,7 @@ from peagle.bench.results.document import (
     Manifest,
     Results,
     Sample,
+    TreeSample,
     decode,
     method_name,
 )
@@ -65,6 +66,7 @@ class RunFile:
     differences: list[AnswerDifference] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     answers: list[KeptAnswer] = field(default_factory=list)
+    tree: TreeSample | None = None
 
 
 class Store:
@@ -231,6 +233,7 @@ def assemble(
         _lossless(files),
         _samples(filled, files),
         partial=any(run_name(*run) not in whole for run in planned),
+        trees=list({f.tree.method: f.tree for f in reversed(files) if f.tree is not None}.values()),
     )
 
 

@@ -1,14 +1,24 @@
 """The file of one run: its figures, how its answers compare, and a few samples of them.
 
-A sample is an answer token by token, with the accepted drafts marked.
+A sample is an answer token by token, with the accepted drafts marked. Of a drafter of trees there
+is one tree as well, of a prompt that is answered once more behind the run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
-from peagle.bench.results.document import AnswerDifference, CellRun, Sample, SampleToken
+from peagle.bench.results.document import (
+    AnswerDifference,
+    CellRun,
+    Sample,
+    SampleToken,
+    TreeNode,
+    TreeSample,
+)
 from peagle.bench.results.settings import NONE
 from peagle.bench.results.store import AnswerKey, KeptAnswer, RunFile, Store
 from peagle.bench.run.client import Record
@@ -20,8 +30,13 @@ from peagle.bench.run.sessions import Session
 from peagle.bench.workloads.sources import OFFLINE
 from peagle.engine.detokenizer import Detokenizer
 
+if TYPE_CHECKING:
+    from peagle.engine.verified_tree import VerifiedTree
+
 NUM_SAMPLES = 2  # per workload and method
 MOST_TOKENS = 96
+TREE_TOKENS = 64  # of the answer that a tree is taken from
+TOKENS_BEFORE = 12  # of it that stand before the tree
 
 
 class RunFiles:
@@ -49,6 +64,7 @@ class RunFiles:
             differences=compared.differences,
             samples=self._samples(planned, outcome.records),
             answers=answers,
+            tree=self._tree(planned, outcome.records) if outcome.failure is None else None,
         )
 
     def _compare(
@@ -73,10 +89,39 @@ class RunFiles:
         tokenizer = self.session.tokenizer
         return compare_answers(records, reference, about, gaps_of=gaps_of, tokenizer=tokenizer)
 
+    def _is_shown(self, planned: PlannedRun) -> bool:
+        least = next(c.load for c in self.cells if c.workload == planned.cell.workload)
+        is_first = not planned.repeat and planned.cell.load == least
+        return is_first and self.session.tokenizer is not None
+
+    def _tree(self, planned: PlannedRun, records: Sequence[Record]) -> TreeSample | None:
+        setting = planned.cell.setting
+        if setting.num_draft_nodes is None and not setting.is_auto:
+            return None
+        answered = [record for record in first_turns(records) if record.call.prompt is not None]
+        if not answered or not self._is_shown(planned):
+            return None
+        call = answered[0].call
+        params = replace(
+            call.params, max_tokens=min(call.params.max_tokens or TREE_TOKENS, TREE_TOKENS)
+        )
+        trees = self.session.verified_trees(setting, call.prompt, params)
+        if not trees:
+            return None
+        assert answered[0].answer is not None
+        return tree_sample(
+            usual_tree(trees),
+            answered[0].answer.token_ids or [],
+            self.session.tokenizer,
+            workload=planned.cell.workload,
+            prompt=call.task.id,
+            method=planned.cell.empty().label,
+            num_speculative_tokens=setting.num_speculative_tokens,
+        )
+
     def _samples(self, planned: PlannedRun, records: Sequence[Record]) -> list[Sample]:
         """Samples are taken from the first repeat at the least load."""
-        least = next(c.load for c in self.cells if c.workload == planned.cell.workload)
-        if planned.repeat or planned.cell.load != least or self.session.tokenizer is None:
+        if not self._is_shown(planned):
             return []
         return samples(
             records,
@@ -97,11 +142,6 @@ def samples(
 ) -> list[Sample]:
     """The first answers of the workload, cut after MOST_TOKENS. A prompt that is not our own is
     kept by its id alone: results are published, and others' texts are not ours to publish."""
-    first_turns = [
-        r
-        for r in records
-        if r.call.turn == 0 and r.call.task.turns and r.answer and r.answer.token_ids
-    ]
     return [
         Sample(
             workload,
@@ -111,8 +151,50 @@ def samples(
             num_speculative_tokens,
             _tokens(record, tokenizer),
         )
-        for record in first_turns[:NUM_SAMPLES]
+        for record in first_turns(records)[:NUM_SAMPLES]
     ]
+
+
+def first_turns(records: Sequence[Record]) -> list[Record]:
+    """Those that were answered, with token ids."""
+    return [
+        r
+        for r in records
+        if r.call.turn == 0 and r.call.task.turns and r.answer and r.answer.token_ids
+    ]
+
+
+def usual_tree(trees: Sequence[VerifiedTree]) -> VerifiedTree:
+    """One with as many accepted drafts as is usual among the largest, and of these the one whose
+    path strayed furthest from the best guess: the first is what a chain would have shown, too."""
+    largest = max(len(tree.token_ids) for tree in trees)
+    whole = [tree for tree in trees if len(tree.token_ids) == largest]
+    usual = median(len(tree.path) for tree in whole)
+
+    def rank(tree: VerifiedTree) -> tuple[float, int]:
+        return -abs(len(tree.path) - usual), tree.path[-1] - len(tree.path) if tree.path else 0
+
+    return max(whole, key=rank)
+
+
+def tree_sample(
+    tree: VerifiedTree,
+    answer: Sequence[int],
+    tokenizer: Any,
+    *,
+    workload: str,
+    prompt: str,
+    method: str,
+    num_speculative_tokens: int,
+) -> TreeSample:
+    texts = tokenizer.batch_decode([[token] for token in tree.token_ids])
+    nodes = [
+        TreeNode(text, parent, number in tree.path)
+        for number, (text, parent) in enumerate(zip(texts, tree.parents, strict=True), start=1)
+    ]
+    before = tokenizer.decode(answer[: tree.num_outputs][-TOKENS_BEFORE:])
+    bonus = "" if tree.bonus is None else tokenizer.decode([tree.bonus])
+    return TreeSample(workload, prompt, method, num_speculative_tokens, before, nodes, bonus)
 
 
 def drafted_flags(record: Record) -> list[bool]:

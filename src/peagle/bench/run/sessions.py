@@ -36,10 +36,12 @@ from peagle.checkpoints.references import load_tokenizer, resolve_model
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.errors import PeagleError
 from peagle.http import Endpoint
+from peagle.sampling_params import SamplingParams
 from peagle.speculation.statistics import SpecDecodeStats
 
 if TYPE_CHECKING:
     from peagle.deploy.invoke import EndpointRuntime
+    from peagle.engine.verified_tree import VerifiedTree
 
 API_KEY = "OPENAI_API_KEY"  # the variable that OpenAI's own client reads
 # model, sizes, drafter, and vLLM's own options where the backend is vLLM
@@ -68,6 +70,12 @@ class Session(Protocol):
 
     def num_compiled(self, setting: Setting) -> int:
         """Backend.num_compiled of what serves it."""
+        ...
+
+    def verified_trees(
+        self, setting: Setting, prompt: Any, params: SamplingParams
+    ) -> list[VerifiedTree]:
+        """Of the answer to a prompt in the client's form; none where the backend shows none."""
         ...
 
     def close(self) -> None: ...
@@ -109,6 +117,17 @@ class EngineSession:
 
     def num_compiled(self, setting: Setting) -> int:
         return self.engines.get(setting).num_compiled
+
+    def verified_trees(
+        self, setting: Setting, prompt: Any, params: SamplingParams
+    ) -> list[VerifiedTree]:
+        from peagle.engine.llm import LLM
+        from peagle.engine.verified_tree import verified_trees
+
+        backend = self.engines.get(setting)
+        if not isinstance(backend, LLM):
+            return []
+        return verified_trees(backend.engine, prompt.token_ids, params)
 
     def close(self) -> None:
         self.engines.close()
@@ -153,6 +172,11 @@ class EndpointSession:
 
     def num_compiled(self, setting: Setting) -> int:
         return 0
+
+    def verified_trees(
+        self, setting: Setting, prompt: Any, params: SamplingParams
+    ) -> list[VerifiedTree]:
+        return []
 
     def close(self) -> None:
         pass
