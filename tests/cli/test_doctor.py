@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from peagle.data.dataset import Dataset, DatasetWriter, Row, read_manifest
 from peagle.doctor import template_frame
@@ -211,6 +213,12 @@ def test_a_head_for_another_target_does_not_fit(
 def test_data_of_another_reasoning_mode_is_found(
     command: Shell, model: str, data: str, tmp_path: Path
 ) -> None:
+    model = str(shutil.copytree(model, tmp_path / "thinking"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template += (
+        "{% if not enable_thinking | default(true) %}<think></think>{% endif %}"
+    )
+    tokenizer.save_pretrained(model)
     mode = {"enable_thinking": False}
     other = rewrite(data, tmp_path / "data", chat_template_kwargs=mode)
     command("doctor", "--data", other, "--model", model, "--json")
