@@ -357,8 +357,14 @@ MUTANTS = (
     Mutant("deploy/container.py", '("" if value else "NO_")', '""', PLANS),
     # What an answer holds beside its content.
     Mutant("data/chat_formats.py", '"string" not in kinds or value is None', "kinds", FORMATS),
-    Mutant("data/chat_formats.py", "found.calls or (found.reasoning", "(found.reasoning", FORMATS),
-    Mutant("data/chat_formats.py", "before.rstrip() if call else", "before if call else", FORMATS),
+    Mutant("data/chat_formats.py", "found.calls or (text and", "(text and", FORMATS),
+    Mutant(
+        "data/chat_formats.py",
+        "opening.start(), after).rstrip()",
+        "opening.start(), after)",
+        FORMATS,
+    ),
+    Mutant("data/chat_formats.py", "0 if ended else _overlap(", "0 and _overlap(", FORMATS),
     Mutant("data/chat_formats.py", "ended and block.may_stay_open", "ended", FORMATS),
     Mutant("data/chat_formats.py", 'self.reads_calls or b.kind != "call"', "True", FORMATS),
     Mutant("data/chat_formats.py", "at = len(self._rest) - held", "at = len(self._rest)", FORMATS),

@@ -85,6 +85,15 @@ def test_reasoning_is_no_content(name: str) -> None:
     assert read(FORMATS[name], [THOUGHTS[name].removesuffix(FINAL)]).content == ""
 
 
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_reasoning_is_given_as_it_comes(name: str) -> None:
+    reader = AnswerReader(FORMATS[name])
+    opening = THOUGHTS[name].partition("hm")[0]
+    assert reader.add(f"{opening}\n first ", ended=False) == ("", "first", [])
+    assert reader.add("then <", ended=False) == ("", " then", [])
+    assert reader.add("b ", ended=True) == ("", " <b", [])
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -35,10 +35,10 @@ class Block:
     """A part of an answer that is not plain text."""
 
     begins: str  # the literal that its opening begins with
-    close: str | None  # None: what follows the opening is plain text again
+    close: str  # of content: nothing, plain text goes on
     kind: Literal["call", "reasoning", "content"]
     header: str = ""  # a pattern: what completes the opening
-    may_stay_open: bool = False  # the answer's end closes it, too
+    may_stay_open: bool = False  # of a call: the answer's end closes it, too
     parse: Parse | None = None  # of a call
 
     def opening(self, text: str, at: int) -> re.Match[str] | None:
@@ -50,6 +50,15 @@ class AnswerFormat:
     blocks: tuple[Block, ...]
     dropped: tuple[str, ...] = ()  # marks that stand for nothing
     in_special_tokens: bool = False  # its marks are gone from a text without those
+
+
+@dataclass
+class _Parts:
+    """What one piece of an answer's text brought."""
+
+    contents: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
 
 
 class Found(NamedTuple):
@@ -80,7 +89,7 @@ def sent_back(text: str, form: AnswerFormat | None) -> str | None:
     if form is None:
         return text
     found = AnswerReader(form).add(text, ended=True)
-    return None if found.calls or (found.reasoning and not found.content) else found.content
+    return None if found.calls or (text and not found.content) else found.content
 
 
 @dataclass(eq=False)
@@ -96,38 +105,71 @@ class AnswerReader:
     reads_calls: bool = True
     _rest: str = ""
     _called: bool = False
+    _thought: Block | None = None  # the one that is open
+    _thought_begun: bool = False  # it is more than whitespace
 
     def add(self, text: str, *, ended: bool) -> Found:
         self._rest += text
-        contents, reasoning, calls = list[str](), list[str](), list[Call]()
-        while (at := self._first_mark()) is not None:
-            mark = next((m for m in self.form.dropped if self._rest.startswith(m, at)), None)
-            if mark is not None:
-                contents.append(self._take(at, at + len(mark)))
-                continue
-            block, opening = self._block(at)
-            if block is None or opening is None:
-                break
-            end = self._end(block, opening, ended)
-            if end is None:
-                break
-            body = self._rest[opening.end() : end[0]]
-            call = block.parse(opening, body, self.schemas) if block.parse else None
-            if block.kind == "call" and call is None:
-                contents.append(self._rest[: end[1]])
-                self._take(0, end[1])
-                continue
-            before = self._take(at, end[1])
-            contents.append(before.rstrip() if call else before)
-            if call is not None:
-                calls.append(call)
-                self._called = True
-            elif block.kind == "reasoning":
-                reasoning.append(_thought(body))
-        shown = len(self._rest) if ended else self._num_certain()
-        last = self._take(shown, shown)
-        contents.append(last.rstrip() if ended and self._called else last)
-        return Found("".join(contents), "".join(reasoning), calls)
+        parts = _Parts()
+        while self._reads_on(parts, ended):
+            pass
+        if self._thought is None:
+            shown = len(self._rest) if ended else self._num_certain()
+            last = self._take(shown, shown)
+            parts.contents.append(last.rstrip() if ended and self._called else last)
+        return Found("".join(parts.contents), "".join(parts.reasoning), parts.calls)
+
+    def _reads_on(self, parts: _Parts, ended: bool) -> bool:
+        """Reads past the next mark; False: there is none, or not the whole of it yet."""
+        if self._thought is not None:
+            return self._read_thought(self._thought, parts, ended)
+        at = self._first_mark()
+        if at is None:
+            return False
+        mark = next((m for m in self.form.dropped if self._rest.startswith(m, at)), None)
+        if mark is not None:
+            parts.contents.append(self._take(at, at + len(mark)))
+            return True
+        block, opening = self._block(at)
+        if block is None or opening is None:
+            return False
+        if block.kind == "call":
+            return self._read_call(block, opening, parts, ended)
+        parts.contents.append(self._take(at, opening.end()))
+        if block.kind == "reasoning":
+            self._thought, self._thought_begun = block, False
+        return True
+
+    def _read_thought(self, block: Block, parts: _Parts, ended: bool) -> bool:
+        """It is given as it comes, without the whitespace around it."""
+        if not self._thought_begun:
+            self._rest = self._rest.lstrip()
+            self._thought_begun = bool(self._rest)
+        at = self._rest.find(block.close)
+        closed = at >= 0
+        if not closed:
+            at = len(self._rest) - (0 if ended else _overlap(self._rest, block.close))
+        shown = len(self._rest[:at].rstrip())
+        after = at + len(block.close) if closed else at if ended else shown
+        parts.reasoning.append(self._take(shown, after))
+        if closed:
+            self._thought = None
+        return closed
+
+    def _read_call(self, block: Block, opening: re.Match[str], parts: _Parts, ended: bool) -> bool:
+        at = self._rest.find(block.close, opening.end())
+        if at < 0 and not (ended and block.may_stay_open):
+            return False
+        end, after = (at, at + len(block.close)) if at >= 0 else (len(self._rest),) * 2
+        assert block.parse is not None
+        call = block.parse(opening, self._rest[opening.end() : end], self.schemas)
+        if call is None:
+            parts.contents.append(self._take(after, after))
+        else:
+            parts.contents.append(self._take(opening.start(), after).rstrip())
+            parts.calls.append(call)
+            self._called = True
+        return True
 
     def _take(self, shown: int, end: int) -> str:
         """Removes the rest up to `end`; -> what of it is shown."""
@@ -154,16 +196,6 @@ class AnswerReader:
                 return block, opening
         return None, None
 
-    def _end(self, block: Block, opening: re.Match[str], ended: bool) -> tuple[int, int] | None:
-        """Where the body ends, and its close; None: not yet, or never."""
-        if block.close is None:
-            return opening.end(), opening.end()
-        at = self._rest.find(block.close, opening.end())
-        if at >= 0:
-            return at, at + len(block.close)
-        whole = len(self._rest)
-        return (whole, whole) if ended and block.may_stay_open else None
-
     def _num_certain(self) -> int:
         """Characters of the rest that can belong to no mark."""
         at = self._first_mark()
@@ -177,11 +209,6 @@ def _overlap(text: str, mark: str) -> int:
     """Characters at the end of a text with which the mark begins."""
     lengths = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((n for n in lengths if text.endswith(mark[:n])), 0)
-
-
-def _thought(body: str) -> str:
-    """Gemma names the channel in its first line."""
-    return body.removeprefix("thought\n").strip()
 
 
 def json_call(body: str) -> Call | None:
@@ -274,7 +301,7 @@ GEMMA_4 = AnswerFormat(
             "call",
             parse=lambda opening, body, schemas: _gemma_call(body),
         ),
-        Block("<|channel>", "<channel|>", "reasoning", may_stay_open=True),
+        Block("<|channel>", "<channel|>", "reasoning", header=r"[^\n<]*\n"),
     ),
     dropped=("<turn|>", "<|tool_response>", "<eos>"),
     in_special_tokens=True,
@@ -290,14 +317,8 @@ HARMONY = AnswerFormat(
             may_stay_open=True,
             parse=lambda opening, body, schemas: _harmony_call(opening["name"], body),
         ),
-        Block(
-            "<|channel|>",
-            "<|end|>",
-            "reasoning",
-            header="analysis" + _TO_MESSAGE,
-            may_stay_open=True,
-        ),
-        Block("<|channel|>", None, "content", header=_TO_MESSAGE),
+        Block("<|channel|>", "<|end|>", "reasoning", header="analysis" + _TO_MESSAGE),
+        Block("<|channel|>", "", "content", header=_TO_MESSAGE),
     ),
     dropped=("<|start|>assistant", "<|end|>", "<|return|>", "<|call|>"),
     in_special_tokens=True,
