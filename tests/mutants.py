@@ -62,6 +62,7 @@ ADAPTER = ("models/test_adapter.py",)
 REAPER = ("deploy/test_reaper.py",)
 ENDPOINTS = ("deploy/test_up_and_down.py",)
 PLANS = ("deploy/test_plan.py",)
+FORMATS = ("data/test_chat_formats.py",)
 SCHEDULER = (
     "engine/test_scheduler.py",
     "engine/test_preemption.py",
@@ -437,19 +438,38 @@ MUTANTS = (
     ),
     # Deployments: whose they are, when they are due, and what is removed.
     Mutant("deploy/reaper.py", "if PLAN_TAG in tags:", "if tags is not None:", REAPER),
-    Mutant("deploy/reaper.py", "fromisoformat(end) <= now:", "fromisoformat(end) > now:", REAPER),
+    Mutant("deploy/reaper.py", "tzinfo=UTC)) <= now", "tzinfo=UTC)) > now", REAPER),
+    Mutant(
+        "deploy/reaper.py",
+        "except sagemaker.exceptions.ClientError as error:\n            yield",
+        "except ZeroDivisionError as error:\n            yield",
+        REAPER,
+    ),
     Mutant("deploy/reaper.py", '["LastModifiedTime"] > now - idle', '["Tags"] is None', REAPER),
     Mutant("deploy/reaper.py", ' if PLAN_TAG in one["Tags"]}', "}", REAPER),
-    Mutant(
-        "deploy/endpoints.py", 'if there.get("endpoint") != "InService":', "if True:", ENDPOINTS
-    ),
+    Mutant("deploy/endpoints.py", '"Creating") in NEVER_ANSWERED:', '"Creating"):', ENDPOINTS),
     Mutant(
         "deploy/endpoints.py", '"EndpointStatus") in BUSY:', '"EndpointStatus") is 0:', ENDPOINTS
     ),
     Mutant("deploy/endpoints.py", "[PLAN_TAG] != plan.digest:", "[PLAN_TAG] is None:", ENDPOINTS),
+    Mutant("deploy/endpoints.py", "not already or kind not in", "kind in", ENDPOINTS),
+    Mutant("deploy/endpoints.py", "[PLAN_TAG] == only_plan}", "}", ENDPOINTS),
     Mutant("deploy/aws.py", 'text.replace(secret, "***")', "text", ENDPOINTS),
     Mutant("deploy/instances.py", "- RESERVE_GB) * gpus", ") * gpus", PLANS),
     Mutant("deploy/container.py", '("" if value else "NO_")', '""', PLANS),
+    # What an answer holds beside its content.
+    Mutant("data/chat_formats.py", '"string" not in kinds or value is None', "kinds", FORMATS),
+    Mutant("data/chat_formats.py", "found.calls or (text and", "(text and", FORMATS),
+    Mutant(
+        "data/chat_formats.py",
+        "opening.start(), after).rstrip()",
+        "opening.start(), after)",
+        FORMATS,
+    ),
+    Mutant("data/chat_formats.py", "0 if ended else _overlap(", "0 and _overlap(", FORMATS),
+    Mutant("data/chat_formats.py", "ended and block.may_stay_open", "ended", FORMATS),
+    Mutant("data/chat_formats.py", 'self.reads_calls or b.kind != "call"', "True", FORMATS),
+    Mutant("data/chat_formats.py", "at = len(self._rest) - held", "at = len(self._rest)", FORMATS),
     # How many drafts a step verifies.
     Mutant("speculation/budget.py", "steps = batch - fewer", "steps = batch", BUDGET),
     Mutant("speculation/budget.py", "np.where(fits, tokens", "np.where(True, tokens", BUDGET),

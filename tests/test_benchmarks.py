@@ -1,4 +1,4 @@
-"""Scripts of `benchmarks/`: those for a GPU rehearsed without one, and what published figures mean."""
+"""Scripts of `benchmarks/`: those for a GPU rehearsed without one, and what their figures mean."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def examine_data(
     tokenizer, config = load_tokenizer(target), load_config(target)
     rows = sample_rows(dataset)
     yield from check_fingerprints(dataset.manifest["made_by"], model, tokenizer)
-    yield check_template_kwargs(dataset.manifest["made_by"], template_kwargs or {})
+    yield check_template_kwargs(dataset.manifest["made_by"], template_kwargs or {}, tokenizer)
     yield from check_frame(rows, tokenizer, dataset.manifest["made_by"])
     yield check_vocabulary(rows, int(config.vocab_size))
     yield from check_mask(dataset, rows)
@@ -116,12 +116,17 @@ def check_fingerprints(made_by: dict[str, Any], model: str, tokenizer: Any) -> I
             yield Finding("error", what, "not the target's", again)
 
 
-def check_template_kwargs(made_by: Mapping[str, Any], served: Mapping[str, Any]) -> Finding:
-    """A head that learned one reasoning mode drafts poorly in another."""
+def check_template_kwargs(
+    made_by: Mapping[str, Any], served: Mapping[str, Any], tokenizer: Any
+) -> Finding:
+    """A head that learned one reasoning mode drafts poorly in another. Two ways to ask for the
+    same prompts are one mode: a variable that has its default, or that the template ignores."""
     prepared = made_by.get("chat_template_kwargs", {})
+    differ = prepared != served and bool(tokenizer.chat_template)
+    differ = differ and probe_prompts(tokenizer, prepared) != probe_prompts(tokenizer, served)
     message = f"the data was prepared with {json.dumps(prepared)}, served is {json.dumps(served)}"
     hint = "give --chat-template-kwargs as served, or prepare the data again with it"
-    return graded("reasoning mode", message, warning=prepared != served, hint=hint)
+    return graded("reasoning mode", message, warning=differ, hint=hint)
 
 
 def check_frame(rows: Rows, tokenizer: Any, made_by: Mapping[str, Any]) -> Iterator[Finding]:
@@ -146,6 +151,13 @@ def template_frame(
     tokenizer: Any, kwargs: Mapping[str, Any] | None = None
 ) -> tuple[list[int], list[int]]:
     """Tokens that every templated prompt begins with, and those that it ends with."""
+    prompts = probe_prompts(tokenizer, kwargs)
+    backwards = [prompt[::-1] for prompt in prompts]
+    return _common_start(prompts), _common_start(backwards)[::-1]
+
+
+def probe_prompts(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> list[list[int]]:
+    """A few conversations by the chat template."""
     reader = PromptReader(tokenizer)
     probes = [
         [{"role": "user", "content": "What is 2 + 2?"}],
@@ -158,8 +170,7 @@ def template_frame(
             prompts.append(reader.render_chat(probe, kwargs=kwargs)["prompt_token_ids"])
         except RequestError:  # some templates know no system message
             continue
-    backwards = [prompt[::-1] for prompt in prompts]
-    return _common_start(prompts), _common_start(backwards)[::-1]
+    return prompts
 
 
 def _common_start(sequences: Sequence[Sequence[int]]) -> list[int]:

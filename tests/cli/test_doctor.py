@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from peagle.backends.vllm.released import released_models
 from peagle.data.dataset import Dataset, DatasetWriter, Row, read_manifest
@@ -415,6 +417,12 @@ def test_an_architecture_that_nothing_runs_gets_one_line(
 def test_data_of_another_reasoning_mode_is_found(
     command: Shell, model: str, data: str, tmp_path: Path
 ) -> None:
+    model = str(shutil.copytree(model, tmp_path / "thinking"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template += (
+        "{% if not enable_thinking | default(true) %}<think></think>{% endif %}"
+    )
+    tokenizer.save_pretrained(model)
     mode = {"enable_thinking": False}
     other = rewrite(data, tmp_path / "data", chat_template_kwargs=mode)
     command("doctor", "--data", other, "--model", model, "--json")

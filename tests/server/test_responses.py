@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peagle.data.chat_formats import GEMMA_4, HERMES, AnswerFormat
 from peagle.engine.prompts import TokenizedPrompt
 from peagle.sampling_params import SamplingParams
 from peagle.server.async_llm import Delta, Generation
-from peagle.server.protocol import StreamOptions
+from peagle.server.protocol import Function, StreamOptions, Tool
 from peagle.server.responses import AnswerWriter, ChatWriter, CompletionWriter
-from peagle.server.tool_calls import CLOSE, OPEN
+from peagle.server.tool_calls import ToolCallReader
 
-TEXT = f'I look it up.\n{OPEN}\n{{"name": "f", "arguments": {{"x": "é"}}}}\n{CLOSE}'
+TEXT = 'I look it up.\n<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
+TOOL = Tool(type="function", function=Function(name="f"))
 
 
-def writer(**options: Any) -> ChatWriter:
+def writer(form: AnswerFormat = HERMES, **options: Any) -> ChatWriter:
     prompts = [TokenizedPrompt(None, [1, 2])]
     generation = Generation(SamplingParams(), prompts, [], lambda generation: None)
-    return ChatWriter("id", "m", generation, None, reads_tools=True, **options)
+    reader = partial(ToolCallReader, form, [TOOL])
+    return ChatWriter("id", "m", generation, None, new_reader=reader, **options)
 
 
 def delta(text: str, reason: Any = None) -> Delta:
@@ -47,6 +51,13 @@ def test_calls_are_deltas_of_a_stream_and_nothing_of_their_text_leaks(size: int)
     assert call["function"] == {"name": "f", "arguments": '{"x": "é"}'}
     assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["tool_calls"]
     assert choices[0]["delta"]["role"] == "assistant"
+
+
+def test_reasoning_stands_beside_the_content() -> None:
+    text = "<|channel>thought\nhm<channel|>yes<turn|>"
+    document = writer(GEMMA_4).whole([delta(text, "stop")]).model_dump(exclude_unset=True)
+    message = document["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "yes", "reasoning": "hm"}
 
 
 def test_a_whole_answer_has_its_calls_beside_its_content() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from tests.tiny.folders import byte_tokenizer
 
@@ -24,22 +24,25 @@ AUX_LAYERS = [2, 3, 5]
 NOISE = 0.08
 
 
-def write_target(folder: Path) -> Path:
+def write_target(folder: Path, kind: type[PretrainedConfig] = LlamaConfig, **more: Any) -> Path:
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        num_hidden_layers=TARGET_LAYERS,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
+    options = {
+        "vocab_size": len(tokenizer),
+        "num_hidden_layers": TARGET_LAYERS,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
         **_sizes(),
-    )
+    }
+    config = kind(**options | more)
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
+    # Gemma-3 adds 1 to the weight of a norm.
+    norm = 0.0 if config.model_type == "gemma3_text" else 1.0
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.copy_(_norm_or_noise(name, weight.shape))
+            weight.copy_(_norm_or_noise(name, weight.shape, norm))
         table = torch.randn(len(tokenizer), HIDDEN)
         model.model.embed_tokens.weight.copy_(table)
         # A tenth of it: flat enough for sampling and penalties to change something.
@@ -48,13 +51,15 @@ def write_target(folder: Path) -> Path:
     return folder
 
 
-def write_released_head(folder: Path, target: Path) -> Path:
+def write_released_head(folder: Path, target: Path, num_layers: int = HEAD_LAYERS) -> Path:
     folder.mkdir(parents=True)
-    weights = LlamaForCausalLM.from_pretrained(target)
+    weights = AutoModelForCausalLM.from_pretrained(target)
     table = weights.model.embed_tokens.weight.detach().clone()
     mask_token_id = len(table) - 1
     torch.manual_seed(1)
-    tensors = {name: _norm_or_noise(name, shape) for name, shape in _head_shapes().items()}
+    tensors = {
+        name: _norm_or_noise(name, shape) for name, shape in _head_shapes(num_layers).items()
+    }
     tensors["fc.weight"] += torch.cat([torch.eye(HIDDEN)] * 3, dim=1) / 3
     tensors["mask_hidden"] = torch.randn(1, 3 * HIDDEN)
     tensors["embed_tokens.weight"] = table
@@ -62,7 +67,8 @@ def write_released_head(folder: Path, target: Path) -> Path:
     following = _following(len(table))
     tensors["lm_head.weight"] = table[following][following].clone()
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(_config(len(table), mask_token_id)))
+    config = _config(len(table), mask_token_id) | {"num_hidden_layers": num_layers}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -70,7 +76,6 @@ def _config(vocab_size: int, mask_token_id: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "num_hidden_layers": HEAD_LAYERS,
         "vocab_size": vocab_size,
         "draft_vocab_size": vocab_size,
         "ptd_token_id": mask_token_id,
@@ -100,13 +105,13 @@ def _sizes() -> dict[str, Any]:
     }
 
 
-def _head_shapes() -> dict[str, tuple[int, ...]]:
+def _head_shapes(num_layers: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (HIDDEN, 3 * HIDDEN),
         "norm.weight": (HIDDEN,),
         "layers.0.hidden_norm.weight": (HIDDEN,),
     }
-    for layer in range(HEAD_LAYERS):
+    for layer in range(num_layers):
         width = 2 * HIDDEN if layer == 0 else HIDDEN
         for name, shape in {
             "self_attn.q_proj": (HEADS * HEAD_DIM, width),
@@ -123,9 +128,9 @@ def _head_shapes() -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _norm_or_noise(name: str, shape: Any) -> Tensor:
+def _norm_or_noise(name: str, shape: Any, norm: float = 1.0) -> Tensor:
     noise = NOISE * torch.randn(shape)
-    return 1 + noise if "norm" in name else noise
+    return norm + noise if "norm" in name else noise
 
 
 def _following(vocab_size: int) -> Tensor:

@@ -16,9 +16,10 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from peagle.backends.vllm.arguments import VllmCommand, build_command
+from peagle.backends.vllm.arguments import build_command
 from peagle.backends.vllm.options import VllmOptions
 from peagle.backends.vllm.released import released_models
+from peagle.cli.main import main
 from tests.backends.fake_vllm import free_port, is_running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -30,36 +31,43 @@ SECONDS = 400
 
 
 @pytest.fixture(scope="module")
-def parse() -> Callable[[VllmCommand], Any]:
+def parse() -> Callable[[str], Any]:
     """What `vllm serve` makes of a line, by its own parser."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(FlexibleArgumentParser())
-    return lambda command: parser.parse_args(shlex.split(command.line)[2:])
+    return lambda line: parser.parse_args(shlex.split(line)[2:])
 
 
 @pytest.mark.parametrize("name", [*released_models(), "smollm2-135m"])
-def test_vllm_s_own_parser_takes_our_lines(parse: Callable[[VllmCommand], Any], name: str) -> None:
-    drafter = {} if name in released_models() else SMOLLM
-    command = build_command(name, drafter=drafter, options=VllmOptions())
-    parsed = parse(command)
-    assert parsed.model_tag == command.target
+def test_vllm_s_own_parser_takes_our_lines(
+    parse: Callable[[str], Any], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    released = released_models().get(name)
+    several = ("--tensor-parallel-size", "4") if released else ()  # GPUs
+    drafter = () if released else ("--speculative-config", json.dumps(SMOLLM))
+    printed = ("serve", name, "--backend", "vllm", "--print-command", *several, *drafter)
+    assert main(list(printed)) == 0
+    parsed = parse(capsys.readouterr().out)
     assert parsed.speculative_config["parallel_drafting"] is True
     tokens = parsed.speculative_config["num_speculative_tokens"]
     assert parsed.max_cudagraph_capture_size >= 2 * tokens * parsed.max_num_seqs
-    if name in released_models():
-        for option, value in released_models()[name].options.given().items():
+    if released is not None:
+        assert parsed.model_tag == released.target
+        assert parsed.speculative_config["model"] == released.head
+        assert tokens == released.num_speculative_tokens
+        for option, value in {**released.options.given(), "tensor_parallel_size": 4}.items():
             assert getattr(parsed, option) == value, option
 
 
-def test_every_option_reaches_vllm_under_its_name(parse: Callable[[VllmCommand], Any]) -> None:
+def test_every_option_reaches_vllm_under_its_name(parse: Callable[[str], Any]) -> None:
     values: dict[str, Any] = {"dtype": "float32", "quantization": "fp8", "kv_cache_dtype": "fp8"}
     values["block_size"] = 16
     for name, kind in get_type_hints(VllmOptions).items():
         value = values.get(name, False if kind == bool | None else 1)
         options = VllmOptions(**{name: value})
-        parsed = parse(build_command("org/m", drafter={}, options=options))
+        parsed = parse(build_command("org/m", drafter={}, options=options).line)
         assert getattr(parsed, name) == value, name
 
 
@@ -75,11 +83,11 @@ def test_every_option_reaches_vllm_under_its_name(parse: Callable[[VllmCommand],
     ],
 )
 def test_the_documented_words_for_several_nodes_exist(
-    parse: Callable[[VllmCommand], Any], line: str
+    parse: Callable[[str], Any], line: str
 ) -> None:
     options = VllmOptions(tensor_parallel_size=8, data_parallel_size=2)
     words = shlex.split(line)
-    parsed = parse(build_command("org/m", drafter={}, options=options, extra=words))
+    parsed = parse(build_command("org/m", drafter={}, options=options, extra=words).line)
     assert (parsed.tensor_parallel_size, parsed.data_parallel_size) == (8, 2)
     for flag, value in pairwise([*words, "--"]):
         if flag.startswith("--"):

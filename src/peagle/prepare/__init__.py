@@ -2,7 +2,6 @@
 
 preparation   prompts -> answers -> rows; resumable
 dialogue      one conversation: its questions, and the rows of its answers
-harmony       what a client sends back of an answer of GPT-OSS
 dataset_spec  how a dataset is made: what its manifest records
 answers       where answers come from: the embedded engine, vLLM in this process, or
 endpoint      an OpenAI-compatible server

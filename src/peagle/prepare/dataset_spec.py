@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from peagle.data.chat_formats import answer_format, sent_back
 from peagle.data.fingerprints import template_fingerprint, tokenizer_fingerprint
 from peagle.errors import DataError
 from peagle.prepare.dialogue import DialogueOptions, Renderer, chat_renderer, raw_renderer
-from peagle.prepare.harmony import final_text, speaks_harmony
 from peagle.sampling_params import SamplingParams
 
 SAMPLING = ("temperature", "top_p", "top_k", "max_tokens")
@@ -43,11 +43,12 @@ class DatasetSpec:
         }
 
     def dialogue_options(self, tokenizer: Any) -> DialogueOptions:
-        harmony = not self.raw and speaks_harmony(tokenizer.chat_template)
+        form = None if self.raw else answer_format(tokenizer.chat_template)
+        without_special_tokens = form is None or not form.in_special_tokens
 
         def decode(token_ids: list[int]) -> str | None:
-            text = str(tokenizer.decode(token_ids, skip_special_tokens=not harmony))
-            return final_text(text) if harmony else text
+            text = tokenizer.decode(token_ids, skip_special_tokens=without_special_tokens)
+            return sent_back(str(text), form)
 
         return DialogueOptions(self._renderer(tokenizer), decode, self.seed, self.cut_loops)
 

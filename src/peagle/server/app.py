@@ -6,7 +6,8 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -47,6 +48,7 @@ from peagle.server.protocol import (
     TokenizeResponse,
 )
 from peagle.server.responses import ChatWriter, CompletionWriter, json_response, respond
+from peagle.server.tool_calls import ToolCallReader
 
 IS_JSON = re.compile(r"\s*application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE | re.ASCII)
 _Body = TypeVar("_Body", bound=RequestBody)
@@ -193,6 +195,14 @@ async def chat_completions(
     reads_tools, is_call = bool(body.tools) and body.tool_choice != "none", forces_a_call(body)
     if body.tools:
         service.renderer.check_tools(reads_marks=reads_tools and not is_call)
+    form = None if is_call else service.renderer.answer_format
+    marked = form is not None and form.in_special_tokens and body.skip_special_tokens is not False
+    if marked:  # the reader needs them, and leaves them out
+        params = replace(params, skip_special_tokens=False)
+    new_reader = None
+    if is_call or reads_tools or marked:
+        tools = body.tools or () if reads_tools else ()
+        new_reader = partial(ToolCallReader, form, tools, body.parallel_tool_calls is False)
     prompt = await service.renderer.conversation(
         body.messages, body.tools, body.chat_template_kwargs
     )
@@ -203,9 +213,7 @@ async def chat_completions(
         service.renderer.tokenizer,
         body.stream_options or StreamOptions(),
         bool(body.return_token_ids),
-        reads_tools=reads_tools,
-        one_tool_call=body.parallel_tool_calls is False,
-        is_call=is_call,
+        new_reader=new_reader,
     )
     return await respond(writer, request.receive, stream=bool(body.stream))
 

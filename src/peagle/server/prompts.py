@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from jinja2 import Environment, TemplateSyntaxError, meta
 
+from peagle.data.chat_formats import AnswerFormat, answer_format
 from peagle.engine.prompts import PromptReader, TokenizedPrompt
 from peagle.errors import RequestError
 from peagle.server.errors import ApiError
 from peagle.server.protocol import CompletionRequest, Message, Tool
-from peagle.server.tool_calls import OPEN
 
 LONG = 20_000  # characters or tokens: more than that must not hold up the event loop
 MESSAGE = 20  # characters that a template writes around a message
@@ -42,16 +42,19 @@ class PromptRenderer:
             return {"tools"} if "tools" in template else set()
         return meta.find_undeclared_variables(syntax)
 
+    @cached_property
+    def answer_format(self) -> AnswerFormat | None:
+        """What the model writes beside plain text."""
+        return answer_format(self.tokenizer.chat_template)
+
     def check_tools(self, *, reads_marks: bool) -> None:
         """Tools need a template that shows them and, unless the form of the answer is set, one
         that says in a way we read how to call them."""
-        template = self.tokenizer.chat_template
         if "tools" not in self.variables:
             raise ApiError(400, "the chat template of this model has no tools", param="tools")
-        if reads_marks and OPEN not in template:
-            raise ApiError(
-                400, f"this model does not write tool calls as {OPEN} with JSON", param="tools"
-            )
+        if reads_marks and self.answer_format is None:
+            message = "how this model writes tool calls is not known: set tool_choice to required"
+            raise ApiError(400, message, param="tools")
 
     async def completion(self, body: CompletionRequest) -> list[TokenizedPrompt]:
         given = body.prompt

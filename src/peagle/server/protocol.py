@@ -296,6 +296,7 @@ class ChatMessage(Answer):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[CalledTool] | None = None
 
 

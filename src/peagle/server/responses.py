@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -232,15 +232,13 @@ class CompletionWriter(AnswerWriter):
 
 @dataclass(eq=False)
 class ChatWriter(AnswerWriter):
-    reads_tools: bool = False
-    one_tool_call: bool = False
-    is_call: bool = False  # the whole answer
+    new_reader: Callable[[], ToolCallReader] | None = None  # None: text is content
     _tool_readers: dict[int, ToolCallReader] = field(default_factory=dict)
     _started: set[int] = field(default_factory=set)
 
     @cached_property
     def tells_only_text(self) -> bool:
-        return not self.reads_tools and super().tells_only_text
+        return self.new_reader is None and super().tells_only_text
 
     def chunk(self, delta: Delta) -> list[ChatCompletion]:
         chunks = []
@@ -298,13 +296,15 @@ class ChatWriter(AnswerWriter):
         )
 
     def _message(self, delta: Delta) -> ChatMessage:
-        if not self.reads_tools:
+        if self.new_reader is None:
             return ChatMessage(content=delta.text)
-        reader = self._tool_readers.setdefault(
-            delta.choice, ToolCallReader(self.one_tool_call, self.is_call)
-        )
+        if delta.choice not in self._tool_readers:
+            self._tool_readers[delta.choice] = self.new_reader()
+        reader = self._tool_readers[delta.choice]
         found = reader.add(delta.text, ended=delta.finish_reason is not None)
         message = ChatMessage(content=found.content)
+        if found.reasoning:
+            message.reasoning = found.reasoning
         if found.calls:
             message.tool_calls = found.calls
         return message

@@ -1,84 +1,63 @@
-"""Tool calls in an answer's text, found as it grows: `<tool_call>` with JSON, as Hermes and Qwen
-models write them."""
+"""Tool calls of an answer as the OpenAI API has them, and their schema."""
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from peagle.data.chat_formats import AnswerFormat, AnswerReader, Call, json_call, schemas_of
 from peagle.server.errors import ApiError
 from peagle.server.protocol import CalledFunction, CalledTool, NamedTool, Tool
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class Found(NamedTuple):
     content: str
+    reasoning: str
     calls: list[CalledTool]
 
 
 @dataclass(eq=False)
 class ToolCallReader:
-    """Splits an answer into content and calls. However the text is cut into pieces, the same
-    content and the same calls come out.
+    """Splits an answer, as it grows, into content, reasoning and calls, which it numbers.
 
-    What may become a call is held back; so is whitespace, which belongs to a call that follows.
-    A call that is not JSON, or that never ends, is content. `is_call`: the whole answer is one
-    call without marks, because its form was asked for.
+    `form` None: the whole answer is one call in JSON, because that was asked for.
     """
 
+    form: AnswerFormat | None
+    tools: Sequence[Tool] = ()  # none: calls are content
     only_first: bool = False
-    is_call: bool = False
     num_calls: int = 0
-    _rest: str = field(default="")
+    _whole: str = ""
+    _reader: AnswerReader | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        schemas = schemas_of([tool.model_dump() for tool in self.tools])
+        form, reads_calls = self.form, bool(self.tools)
+        self._reader = AnswerReader(form, schemas, reads_calls) if form else None
 
     def add(self, text: str, *, ended: bool) -> Found:
-        self._rest += text
-        if self.is_call:
-            return self._whole_call() if ended else Found("", [])
-        contents: list[str] = []
-        calls: list[CalledTool] = []
-        while True:
-            before, opened, behind = self._rest.partition(OPEN)
-            body, closed, after = behind.partition(CLOSE)
-            if not (opened and closed):
-                break
-            function = _parse(body)
-            if function is None:
-                contents.append(f"{before}{OPEN}{body}{CLOSE}")
-            else:
-                contents.append(before.rstrip())
-                calls += self._numbered(function)
-            self._rest = after
-        shown = len(self._rest) if ended else self._num_certain()
-        contents.append(self._rest[:shown])
-        self._rest = self._rest[shown:]
-        if ended and self.num_calls:
-            contents[-1] = contents[-1].rstrip()
-        return Found("".join(contents), calls)
+        if self._reader is not None:
+            found = self._reader.add(text, ended=ended)
+            return Found(found.content, found.reasoning, self._numbered(found.calls))
+        self._whole += text
+        call = json_call(self._whole) if ended else None
+        content = self._whole if ended and call is None else ""
+        return Found(content, "", self._numbered([call] if call else []))
 
-    def _whole_call(self) -> Found:
-        function = _parse(self._rest)
-        return Found(self._rest, []) if function is None else Found("", self._numbered(function))
-
-    def _numbered(self, function: CalledFunction) -> list[CalledTool]:
-        index, self.num_calls = self.num_calls, self.num_calls + 1
-        if self.only_first and index:
-            return []
-        call_id = f"call_{uuid.uuid4().hex[:24]}"
-        return [CalledTool(id=call_id, type="function", function=function, index=index)]
-
-    def _num_certain(self) -> int:
-        """Characters of the rest that cannot belong to a call."""
-        at = self._rest.find(OPEN)
-        if at < 0:
-            lengths = range(min(len(OPEN) - 1, len(self._rest)), 0, -1)
-            held = next((n for n in lengths if self._rest.endswith(OPEN[:n])), 0)
-            at = len(self._rest) - held
-        return len(self._rest[:at].rstrip())
+    def _numbered(self, calls: Sequence[Call]) -> list[CalledTool]:
+        first, self.num_calls = self.num_calls, self.num_calls + len(calls)
+        kept = [] if self.only_first and first else calls[: 1 if self.only_first else None]
+        return [
+            CalledTool(
+                id=f"call_{uuid.uuid4().hex[:24]}",
+                type="function",
+                function=CalledFunction(name=call.name, arguments=call.arguments),
+                index=index,
+            )
+            for index, call in enumerate(kept, first)
+        ]
 
 
 def call_schema(tools: Sequence[Tool], choice: NamedTool | None) -> dict[str, Any]:
@@ -101,16 +80,3 @@ def call_schema(tools: Sequence[Tool], choice: NamedTool | None) -> dict[str, An
         for function in functions
     ]
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
-
-
-def _parse(body: str) -> CalledFunction | None:
-    try:
-        call = json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return CalledFunction(name=call["name"], arguments=arguments)
