@@ -60,7 +60,7 @@ class FakeAnswers:
     finished: bool = False
     stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
     num_cached_tokens = num_preemptions = 0
-    finish_reason = stop_reason = error = stop_string = None
+    finish_reason = stop_reason = error = stop_string = draft_trees = None
 
     def __post_init__(self) -> None:
         self.token_ids, self.logprobs = list(self.prompt_token_ids), []
@@ -92,7 +92,9 @@ class FakeLLM:
             allocator=SimpleNamespace(num_blocks=1, block_size=16, num_free=1),
         )
 
-    def add_request(self, prompt: TokenizedPrompt, params: SamplingParams) -> FakeAnswers:
+    def add_request(
+        self, prompt: TokenizedPrompt, params: SamplingParams, *, keeps_trees: bool
+    ) -> FakeAnswers:
         answers = FakeAnswers(prompt.token_ids, params.max_tokens or 16)
         self._open[answers] = None
         return answers

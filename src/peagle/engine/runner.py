@@ -249,6 +249,14 @@ class Runner:
                 else:
                     probs.copy_(probabilities)
 
+    def read_drafts(self, slot: int) -> tuple[list[int], list[int]]:
+        """Draft tokens of the next step and their parents, counted from 1; 0 is the last token."""
+        state = self.models.state
+        token_ids = state.drafts[slot].tolist()
+        if state.trees is None:
+            return token_ids, list(range(len(token_ids)))
+        return token_ids, state.trees.parents[slot].tolist()
+
     def cut_drafts(
         self, slots: Sequence[int], requests: Sequence[Request], caps: NDArray[np.int64]
     ) -> NDArray[np.int64]:
