@@ -1,4 +1,4 @@
-"""What HTTP alone carries: tokens/s and CPU time of API servers before an engine that costs nothing.
+"""What HTTP alone carries: tokens/s and CPU time of API servers before an engine without cost.
 
     python benchmarks/http_capacity.py --api-server-count 1 4 --streams 64 --out ...
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from server_cost import Clients, Setting, cpu_seconds, figures
+from server_cost import Clients, Setting, cpu_seconds, figures, server_pids
 
 from peagle.checkpoints.references import load_tokenizer, resolve_model
 from peagle.engine.prompts import TokenizedPrompt
@@ -60,10 +60,11 @@ class FakeAnswers:
     finished: bool = False
     stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
     num_cached_tokens = num_preemptions = 0
-    finish_reason = stop_reason = error = stop_string = None
+    finish_reason = stop_reason = error = stop_string = draft_trees = None
 
     def __post_init__(self) -> None:
-        self.token_ids, self.logprobs = list(self.prompt_token_ids), []
+        self.token_ids = list(self.prompt_token_ids)
+        self.logprobs: list[Any] = []
         self.request, self.answers = self, [self]
 
     @property
@@ -92,7 +93,9 @@ class FakeLLM:
             allocator=SimpleNamespace(num_blocks=1, block_size=16, num_free=1),
         )
 
-    def add_request(self, prompt: TokenizedPrompt, params: SamplingParams) -> FakeAnswers:
+    def add_request(
+        self, prompt: TokenizedPrompt, params: SamplingParams, *, keeps_trees: bool
+    ) -> FakeAnswers:
         answers = FakeAnswers(prompt.token_ids, params.max_tokens or 16)
         self._open[answers] = None
         return answers
@@ -158,18 +161,10 @@ def running(args: argparse.Namespace, count: int) -> Iterator[tuple[int, int]]:
         process.join(60)
 
 
-def tree(pid: int) -> list[int]:
-    """A process and its children that are API servers."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
-    named = {int(c): Path(f"/proc/{c}/cmdline").read_text(encoding="utf-8") for c in children}
-    spawned = sorted(c for c, words in named.items() if "spawn_main" in words)
-    return [pid, *spawned[1:]]  # the first is the engine
-
-
 def measure(port: int, pid: int, setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
     clients, rounds = Clients(args.streams), []
     bodies = [setting.body(n) for n in range(args.requests or 3 * args.streams)]
-    servers = tree(pid)
+    servers = server_pids(pid).api_servers
     for repeat in range(args.repeats + 1):  # the first warms up
         before = [cpu_seconds(server) for server in servers]
         records = clients.run(port, bodies)

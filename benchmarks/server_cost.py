@@ -202,36 +202,45 @@ def figures(records: Sequence[Record]) -> dict[str, float]:
     }
 
 
-def engine_pids(pid: int) -> list[int]:
-    """The server's child that holds the model; another one only watches over it."""
+class ServerPids(NamedTuple):
+    engine: int
+    api_servers: list[int]
+
+
+def server_pids(pid: int) -> ServerPids:
+    """A server's processes: the first API server is the one that was started. It starts the engine
+    before the other API servers; one more child only watches over shared things."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
-    return [int(c) for c in children if "resource_tracker" not in _command(c)]
+    engine, *others = (int(c) for c in children if "resource_tracker" not in _command(c))
+    return ServerPids(engine, [pid, *others])
 
 
 def _command(pid: str) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8")
 
 
-def cpu_seconds(pid: int) -> float:
-    """Of all threads, so far: unlike wall time it does not depend on who else uses the machine."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def cpu_seconds(*pids: int) -> float:
+    """Of all threads, so far: unlike wall time it hardly depends on who else uses the machine."""
+    stats = [Path(f"/proc/{pid}/stat").read_text(encoding="utf-8") for pid in pids]
+    fields = [stat.rpartition(")")[2].split() for stat in stats]
+    return sum(int(f[11]) + int(f[12]) for f in fields) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(
     llm: LLM, port: int, pid: int, setting: Setting, streams: int, repeats: int
 ) -> dict[str, Any]:
-    (engine_pid,) = engine_pids(pid)
+    pids = server_pids(pid)
     bodies = [setting.body(n) for n in range(max(2 * streams, 4))]
     clients = Clients(streams)
     rounds: dict[str, list[dict[str, float]]] = {"alone": [], "http": []}
     for repeat in range(repeats + 1):  # the first warms both up
         alone = figures(run_alone(llm, bodies, streams))
-        before = cpu_seconds(pid), cpu_seconds(engine_pid)
+        before = cpu_seconds(*pids.api_servers), cpu_seconds(pids.engine)
         records = clients.run(port, bodies)
+        after = cpu_seconds(*pids.api_servers), cpu_seconds(pids.engine)
         http, num_tokens = figures(records), sum(r.num_tokens for r in records)
-        http["http_cpu_us_per_token"] = (cpu_seconds(pid) - before[0]) / num_tokens * 1e6
-        http["engine_cpu_us_per_token"] = (cpu_seconds(engine_pid) - before[1]) / num_tokens * 1e6
+        http["http_cpu_us_per_token"] = (after[0] - before[0]) / num_tokens * 1e6
+        http["engine_cpu_us_per_token"] = (after[1] - before[1]) / num_tokens * 1e6
         if repeat:
             rounds["alone"].append(alone)
             rounds["http"].append(http)
@@ -242,6 +251,7 @@ def measure(
     ]
     cell: dict[str, Any] = {"streams": streams, "share_of_engine": statistics.median(shares)}
     cell["shares"] = shares
+    cell["api_server_count"] = len(pids.api_servers)
     for side, measured in rounds.items():
         names = measured[0].keys()
         cell[side] = {name: statistics.median(m[name] for m in measured) for name in names}
@@ -267,11 +277,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-memory-bytes", type=int, default=1 << 30)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--api-server-count", type=int)
     parser.add_argument("--out", type=Path)
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    names = ("max_num_seqs", "max_model_len", "kv_cache_memory_bytes", "dtype", "device")
+    names = ["max_num_seqs", "max_model_len", "kv_cache_memory_bytes", "dtype", "device"]
+    names += ["api_server_count"] if args.api_server_count else []
     options = [w for n in names for w in (f"--{n.replace('_', '-')}", str(getattr(args, n)))]
     return Setting(args.model, args.head or None, args.max_tokens, tuple(options))
 

@@ -3,8 +3,8 @@
     python benchmarks/server_load.py --streams 64 --minutes 10 --out ...
 
 Each distinct request is asked alone first. Under load every whole answer has to be the same text,
-every refusal a 4xx, and at the end no block of the KV cache may be in use. Memory of both processes
-is read from /proc once a second.
+every refusal a 4xx, and at the end no block of the KV cache may be in use. Memory of the engine and
+of the API servers is read from /proc once a second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from server_cost import Setting, add_arguments, engine_pids, running_server, setting_of
+from server_cost import Setting, add_arguments, running_server, server_pids, setting_of
 
 from peagle.files import write_json
 from peagle.provenance import provenance
@@ -130,9 +130,9 @@ def resident(pid: int) -> float:
 
 
 async def watch(pid: int, tally: Tally) -> None:
-    (engine_pid,) = engine_pids(pid)
+    pids = server_pids(pid)
     while True:
-        sizes = {"http": resident(pid), "engine": resident(engine_pid)}
+        sizes = {"http": sum(map(resident, pids.api_servers)), "engine": resident(pids.engine)}
         tally.memory.append((time.monotonic(), sizes))
         await asyncio.sleep(1.0)
 
@@ -161,8 +161,7 @@ async def load(
 
 
 async def idle_figures(client: httpx.AsyncClient) -> dict[str, float]:
-    """What the server says of its engine; a last request makes it report."""
-    await whole(client, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1})
+    """What the server says of its engine."""
     page = (await client.get("/metrics")).text
     names = (
         *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
@@ -198,6 +197,7 @@ def main() -> None:
     result = {
         "streams": args.streams,
         "minutes": args.minutes,
+        "api_server_count": args.api_server_count,
         "requests": dict(sorted(tally.counts.items())),
         "wrong": tally.wrong[:20],
         "num_wrong": len(tally.wrong),

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.engine.engine import Speculation
-from peagle.engine.verified_tree import verified_trees
 from peagle.errors import ConfigError, RequestError
 from peagle.models.drafter import DraftBatch, Drafter
 from peagle.models.eagle3 import Eagle3Drafter
@@ -338,15 +337,19 @@ def test_looked_at_trees_are_those_that_were_verified(static: bool, auto: bool) 
     drafter = scripted([job], (0, 1, 2))
     engine = engines.make_engine(target(), drafter, k=4, nodes=12, static=static, auto=auto)
     prompt = list(job.prompt)
-    trees = verified_trees(engine, prompt, params)
+    request = engine.add_request("x", prompt, params)
+    request.draft_trees = trees = []
+    while engine.has_unfinished:
+        engine.step()
     answer = naive.known(target(), [job])[0][len(prompt) :]
     assert len(trees) == engine.stats.num_drafts > 3
     assert sum(len(tree.token_ids) for tree in trees) == engine.stats.num_draft_tokens
-    assert sum(len(tree.path) for tree in trees) == engine.stats.num_accepted_tokens > 5
+    assert sum(len(tree.accepted) for tree in trees) >= engine.stats.num_accepted_tokens > 5
     for tree in trees:
-        rows = [0, *tree.path]
-        assert [tree.parents[node - 1] for node in tree.path] == rows[:-1]
-        written = [tree.token_ids[node - 1] for node in tree.path]
-        written += [] if tree.bonus is None else [tree.bonus]
-        assert answer[tree.num_outputs :][: len(written)] == written
+        rows = [0, *tree.accepted]
+        assert [tree.parents[node - 1] for node in tree.accepted] == rows[:-1]
+        written = [tree.token_ids[node - 1] for node in tree.accepted]
+        written.append(tree.bonus_token_id)
+        rest = answer[tree.num_outputs :]
+        assert rest[: len(written)] == written[: len(rest)]
         assert all(parent < node for node, parent in enumerate(tree.parents, start=1))

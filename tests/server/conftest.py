@@ -31,12 +31,16 @@ def head_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return write_head(folder, model_folder, max_speculative_tokens=6, **sizes)
 
 
-def make_llm(model: Path, head: Path, **options: object) -> LLM:
+def make_llm(model: Path, head: Path, nodes: int | None = None, **options: object) -> LLM:
     return LLM(
         str(model),
         device="cpu",
         dtype="float32",
-        speculative_config={"model": str(head), "num_speculative_tokens": 4},
+        speculative_config={
+            "model": str(head),
+            "num_speculative_tokens": 4,
+            **({} if nodes is None else {"num_draft_nodes": nodes}),
+        },
         **{"max_num_seqs": 8, **options},
     )
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +48,24 @@ def test_containers_and_units_start_the_server_with_flags_that_it_has(flags: set
         assert asked(words) <= flags
     stages = re.findall(r"^FROM \S+ AS (\w+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     assert {"cpu", "cuda"} <= {*stages}
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    """Its program is none of this machine's."""
+    unit = (DEPLOY / "peagle.service").read_text().replace("/opt/peagle/bin/peagle", sys.executable)
+    (tmp_path / "peagle.service").write_text(unit)
+    words = ["systemd-analyze", "verify", str(tmp_path / "peagle.service")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_image_copies_what_the_package_is_built_from() -> None:
+    lines = re.findall(r"^COPY (.*) \S+$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    copied = {name for line in lines for name in line.split()}
+    assert all((DEPLOY.parent / name).exists() for name in copied)
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
+    assert {"pyproject.toml", "src", project["readme"], "LICENSE"} <= copied
 
 
 def test_files_that_compose_mounts_are_there() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from peagle.config import EngineConfig
 from peagle.engine.llm import LLM
+from peagle.engine.request import DraftTree
 from peagle.sampling_params import SamplingParams
 from peagle.server.engine_loop import (
     Abort,
@@ -161,6 +162,45 @@ def test_a_channel_that_asks_is_told_how_the_engine_is(llm: LLM) -> None:
     assert status.num_free_blocks == llm.engine.allocator.num_free < llm.engine.allocator.num_blocks
     ours.send(Abort(0))
     one_round(loop)
+
+
+@pytest.mark.parametrize("nodes", [None, 9])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_trees_of_a_request_hold_its_answer(
+    model_folder: Path, head_folder: Path, nodes: int | None, temperature: float
+) -> None:
+    """What the target took of each, and its own token behind that, is the answer."""
+    llm = make_llm(model_folder, head_folder, nodes)
+    params = replace(LONG, max_tokens=60, temperature=temperature, seed=3)
+    ours, theirs = multiprocessing.Pipe()
+    loop = EngineLoop(llm, [theirs])
+    ours.send(Submit(0, [1, 2, 3], params, shows_trees=True))
+    ours.send(Submit(1, [1, 2, 3], params))
+    token_ids: dict[int, list[int]] = {0: [], 1: []}
+    trees: list[DraftTree] = []
+    while not ours.poll() or loop._open:
+        one_round(loop)
+        while ours.poll():
+            report: Report = ours.recv()
+            for key, _, tokens, _ in report.growths:
+                token_ids[key] += tokens
+            for news in report.news:
+                token_ids[news.key] += news.answers[0].token_ids
+                assert (news.answers[0].trees is not None) == (news.key == 0)
+                trees += news.answers[0].trees or ()
+        if not loop._open:
+            break
+    taken = []
+    for tree in trees:
+        assert all(0 <= parent < n for n, parent in enumerate(tree.parents, start=1))
+        assert [tree.parents[n - 1] for n in tree.accepted] == [0, *tree.accepted][:-1]
+        taken += [tree.token_ids[n - 1] for n in tree.accepted] + [tree.bonus_token_id]
+    assert token_ids[0] == token_ids[1]
+    drafted = token_ids[0][1:]  # the first comes with the prompt
+    assert abs(len(drafted) - len(taken)) <= 4  # a last step without drafts, or beyond the end
+    assert drafted[: len(taken)] == taken[: len(drafted)]
+    is_chain = [tree.parents == list(range(len(tree.parents))) for tree in trees]
+    assert all(is_chain) == (nodes is None)
 
 
 def run_in_thread(theirs: Connection, make: Any) -> threading.Thread:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
@@ -15,6 +16,7 @@ import pytest
 from peagle.errors import ConfigError, RequestError
 from peagle.server.config import ServerConfig, read_api_key
 from peagle.server.guards import JsonLines
+from peagle.server.serving import HeadWithBody, listen
 
 from .conftest import make_llm
 from .running import PATIENCE, RunningServer, running_server, wait_for
@@ -299,3 +301,45 @@ def test_keys_come_from_one_place(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError):
             read_api_key(wrong, None)
+
+
+def test_connections_send_at_once() -> None:
+    """Nagle's algorithm would hold a second piece back until the client has acknowledged the
+    first, which it does late."""
+    with listen("127.0.0.1", 0) as listener, socket.socket() as client:
+        listener.listen()
+        client.connect(listener.getsockname())
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+class Sent:
+    """A transport that remembers what was written, packet by packet."""
+
+    def __init__(self) -> None:
+        self.packets: list[bytes] = []
+        self.is_closed = False
+
+    def write(self, data: bytes) -> None:
+        self.packets.append(data)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_the_head_of_an_answer_goes_with_its_body_and_alone_where_there_is_none() -> None:
+    head = b"HTTP/1.1 200 OK\r\n\r\n"
+
+    async def send() -> list[bytes]:
+        loop, sent = asyncio.get_running_loop(), Sent()
+        transport = HeadWithBody(sent, loop)  # type: ignore[arg-type]
+        for data in (head, b"first", b"second", head, b"third", head):
+            transport.write(data)
+        await asyncio.sleep(0)
+        transport.write(head)
+        transport.close()
+        assert sent.is_closed
+        return sent.packets
+
+    assert asyncio.run(send()) == [head + b"first", b"second", head + b"third", head, head]

@@ -55,6 +55,14 @@ def test_both_answers_are_shown_and_are_the_same(
     )
     assert plain == drafted != ""
     assert browser.evaluate("document.querySelectorAll('.positions div').length") == 4
+    nodes = browser.evaluate("document.querySelectorAll('#drafted .tree g').length")
+    assert nodes >= 3  # the token before the step, a draft, the target's own
+    assert browser.evaluate("document.querySelectorAll('#drafted .tree path').length") == nodes - 1
+    assert browser.evaluate("document.querySelectorAll('.tree g.bonus').length") == 1
+    assert re.fullmatch(
+        r"step \d+: \d of \d drafts accepted, .*",
+        browser.evaluate("document.querySelector('.tree p').textContent"),
+    )
     assert browser.evaluate("document.querySelectorAll('#plain mark').length") == 0
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     browser.evaluate("at('replay').click()")

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.backends.fake_vllm import free_port, is_running
 
@@ -77,21 +78,69 @@ def process(model: Path, port: int, *args: str) -> Iterator[Process]:
 
 @pytest.mark.slow
 def test_a_killed_server_starts_again_and_a_stopped_one_finishes_its_answers(
-    model_folder: Path, head_folder: Path
+    model_folder: Path, head_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With two API servers. What one of them counted, both tell."""
     port = free_port()
-    with process(model_folder, port, "--spec-model", str(head_folder)) as first:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    two = ("--api-server-count", "2")
+    with process(model_folder, port, "--spec-model", str(head_folder), *two) as first:
         wait_for(lambda: first.status("/version") == 200)
         assert first.status("/health") in (200, 503)  # 503 until the model is there
         first.wait_until_ready()
         children = first.children()
-        assert children
+        assert len(children) == 3  # the engine, the other API server, and who watches over both
         with httpx.stream("POST", f"{first.url}/v1/completions", json=LONG | {"stream": True}):
             first.popen.send_signal(signal.SIGKILL)
         wait_for(lambda: not any(is_running(pid) for pid in children))
-    with process(model_folder, port) as second:
+    assert not [*tmp_path.iterdir()]
+    with process(model_folder, port, *two) as second:
         second.wait_until_ready()
+        check_that_all_api_servers_count_together(second)
         check_that_open_answers_are_finished(second)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.slow
+def test_the_end_of_an_api_server_ends_the_server_when_open_answers_are_finished(
+    model_folder: Path,
+) -> None:
+    with process(model_folder, free_port(), "--api-server-count", "2") as running:
+        running.wait_until_ready()
+        body = LONG | {"stream": True}
+        connections = [httpx.Client() for _ in range(6)]
+        streams = [
+            c.stream("POST", f"{running.url}/v1/completions", json=body) for c in connections
+        ]
+        answers = [stream.__enter__() for stream in streams]
+        os.kill(running.children()[-1], signal.SIGKILL)
+        ends = [rest_of(answer) for answer in answers]
+        code, log = running.end()
+    assert code == 2
+    assert "peagle-api-server-1 has ended" in "".join(log)
+    assert all(end is None or end.endswith("data: [DONE]\n\n") for end in ends)
+    assert any(ends)
+
+
+def rest_of(answer: httpx.Response) -> str | None:
+    """None: it broke off."""
+    try:
+        return answer.read().decode()
+    except httpx.HTTPError:
+        return None
+
+
+def check_that_all_api_servers_count_together(running: Process) -> None:
+    """Each request comes over a connection of its own, which either may accept."""
+    body = {"prompt": "abc", "max_tokens": 3, "ignore_eos": True}
+    for _ in range(12):
+        assert httpx.post(f"{running.url}/v1/completions", json=body).status_code == 200
+    for _ in range(6):
+        page = httpx.get(f"{running.url}/metrics").text
+        counts = {s.name: s.value for f in text_string_to_metric_families(page) for s in f.samples}
+        assert counts["vllm:generation_tokens_total"] == 36
+        assert counts["vllm:time_to_first_token_seconds_count"] == 12
+        assert counts["vllm:kv_cache_usage_perc"] == counts["vllm:num_requests_running"] == 0
 
 
 def check_that_open_answers_are_finished(running: Process) -> None:
@@ -110,4 +159,5 @@ def check_that_open_answers_are_finished(running: Process) -> None:
     assert code == 0
     assert not any("Traceback" in line for line in log)
     records: list[Any] = [json.loads(line) for line in log if line.startswith("{")]
-    assert [r["completion_tokens"] for r in records if r["path"] == "/v1/completions"] == [480]
+    counts = [r["completion_tokens"] for r in records if r["path"] == "/v1/completions"]
+    assert counts[-1] == 480

@@ -25,7 +25,6 @@ prompts        what a caller gives, checked and as token ids
 answers        one prompt's requests, their text, and where it ends
 detokenizer    tokens -> text as they come, and stop strings
 loading        references -> target and drafter
-verified_tree  the trees of one answer, with the paths that were taken, for a look at them
 offline        generate and stream, over any engine with add_request, step, abort_request
 llm            LLM: the embedded engine behind them, as vLLM's users call it
 """

@@ -29,7 +29,7 @@ from peagle.engine.host_sampling import HostSampling
 from peagle.engine.memory import make_allocator, make_groups
 from peagle.engine.prefix_cache import PrefixCacheStats
 from peagle.engine.prompts import check_tokens
-from peagle.engine.request import Request, TokenLogprobs
+from peagle.engine.request import DraftTree, Request, TokenLogprobs
 from peagle.engine.runner import Report
 from peagle.engine.sampler import SAMPLINGS
 from peagle.engine.scheduler import Chunk, Schedule, Scheduler, Slot
@@ -144,6 +144,7 @@ class InFlight(NamedTuple):
     host: HostSampling | None
     drafts: DraftChoice | None
     is_tree: bool  # its drafts were
+    shown: dict[int, tuple[list[int], list[int]]]  # drafts of the rows whose requests keep them
     is_alone: bool = False  # nothing ran beside it, neither prompt rows nor a step of the host's
 
 
@@ -289,13 +290,18 @@ class Engine:
             num_splits=self.runner.num_splits(len(indices), reach),
         )
         shape = self._with_drafts(shape, np.concatenate((indices, prompts)), drafts)
+        slots = [self.scheduler.running[n] for n in indices.tolist()]
+        shown = {
+            n: self.runner.read_drafts(slot.index)
+            for n, slot in enumerate(slots)
+            if slot.request.draft_trees is not None
+        }
         report = self.runner.run(shape, indices.tolist(), caps.tolist(), chunks, host)
         batch.in_flight[indices] += 1
-        slots = [self.scheduler.running[n] for n in indices.tolist()]
         num_running = len(self.scheduler.running)
         serials = batch.serials[indices]
         is_tree = shape.num_nodes is not None
-        return InFlight(report, slots, indices, serials, num_running, host, drafts, is_tree)
+        return InFlight(report, slots, indices, serials, num_running, host, drafts, is_tree, shown)
 
     def _with_drafts(
         self, shape: StepShape, slots: Column, drafts: DraftChoice | None
@@ -322,6 +328,8 @@ class Engine:
         rows = step.report.rows()[: len(step.slots)]
         seconds = self.clock.count(step.report.marks, step.num_requests)
         self._learn(step, rows, seconds)
+        if step.shown:
+            self._keep_trees(step, rows)
         indices, (num_new, num_drafts), batch = step.indices, rows[:, :2].T, self.scheduler.batch
         is_open = batch.serials[indices] == step.serials
         batch.in_flight[indices[is_open]] -= 1
@@ -343,6 +351,18 @@ class Engine:
         if self._host_drafter is not None:
             self._draft_on_host([s for s in step.slots if not s.closed])
         return news
+
+    def _keep_trees(self, step: InFlight, rows: NDArray[np.int64]) -> None:
+        paths = _paths(rows, np.maximum(rows[:, 0] - 1, 0), is_tree=step.is_tree)
+        for n, (token_ids, parents) in step.shown.items():
+            num_new, num_drafts = rows[n, :2].tolist()
+            request = step.slots[n].request
+            if num_new and num_drafts and request.draft_trees is not None:
+                accepted = paths[n, : num_new - 1].tolist()
+                bonus = int(rows[n, HEADER + num_new - 1])
+                drafts = token_ids[:num_drafts], parents[:num_drafts]
+                tree = DraftTree(request.num_outputs, *drafts, accepted, bonus)
+                request.draft_trees.append(tree)
 
     def _count_choice(self, slots: Column, drafts: DraftChoice) -> None:
         batch = self.scheduler.batch

@@ -172,10 +172,16 @@ class LLM(OfflineInference[PromptAnswers]):
         return speculation.num_speculative_tokens if speculation else 0
 
     def add_request(
-        self, prompt: TokenizedPrompt, params: SamplingParams, *, streamed: bool = False
+        self,
+        prompt: TokenizedPrompt,
+        params: SamplingParams,
+        *,
+        streamed: bool = False,
+        keeps_trees: bool = False,
     ) -> PromptAnswers:
         """Queues a prompt. `step` advances it, `abort_request` gives it up. `streamed` is
-        the contract's: here every prompt is reported as it grows."""
+        the contract's: here every prompt is reported as it grows. `keeps_trees`: its requests
+        remember their drafts, for which a GPU's next step waits."""
         request_id = str(next(self._counter))
         self._num_prompt_tokens += len(prompt.token_ids)
         answers = open_answers(
@@ -189,6 +195,7 @@ class LLM(OfflineInference[PromptAnswers]):
         )
         for answer in answers.answers:
             self._active[answer.request] = answers
+            answer.request.draft_trees = [] if keeps_trees else None
         return answers
 
     def step(self) -> list[PromptAnswers]:

@@ -24,6 +24,16 @@ class TokenLogprobs(NamedTuple):
     ranks: list[int]
 
 
+class DraftTree(NamedTuple):
+    """The drafts of one step, and what the target took of them. A chain is a tree, too."""
+
+    num_outputs: int  # tokens of the answer before it
+    token_ids: list[int]
+    parents: list[int]  # 0: the token before the step; n: draft n, counted from 1
+    accepted: list[int]  # drafts, counted from 1
+    bonus_token_id: int  # the target's own, behind them
+
+
 class Status(enum.Enum):
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -55,6 +65,7 @@ class Request:
     # Adds the steps that the engine counts by itself.
     take_outcomes: Callable[[SpecDecodeStats], None] | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    draft_trees: list[DraftTree] | None = None  # of its steps, for who asks to see them
     _stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
 
     def __post_init__(self) -> None:

@@ -264,6 +264,14 @@ class Runner:
         depths: list[int] = draft_limit(most, state.num_computed + 1, *limits)[list(slots)].tolist()
         return depths
 
+    def read_drafts(self, slot: int) -> tuple[list[int], list[int]]:
+        """Draft tokens of the next step and their parents, counted from 1; 0 is the last token."""
+        state = self.models.state
+        token_ids = state.drafts[slot].tolist()
+        if state.trees is None:
+            return token_ids, list(range(len(token_ids)))
+        return token_ids, state.trees.parents[slot].tolist()
+
     def cut_drafts(
         self, slots: Sequence[int], requests: Sequence[Request], caps: NDArray[np.int64]
     ) -> NDArray[np.int64]:

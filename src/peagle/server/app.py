@@ -43,6 +43,7 @@ from peagle.server.protocol import (
     ModelList,
     RequestBody,
     SamplingBody,
+    Speculative,
     StreamOptions,
     TokenizeRequest,
     TokenizeResponse,
@@ -102,9 +103,10 @@ class Service:
                 max_model_len=ready.max_model_len,
                 vocab_size=ready.vocab_size,
             )
-        asked = body.speculative
-        shows_drafts = asked is not None and asked.show_drafts
-        generation = self.llm.generate(prompts, params, shows_drafts=shows_drafts)
+        asked = body.speculative or Speculative()
+        generation = self.llm.generate(
+            prompts, params, shows_drafts=asked.show_drafts, shows_trees=asked.show_trees
+        )
         request.state.generation = generation
         return generation
 

@@ -40,7 +40,7 @@ from peagle.server.errors import ApiError
 from peagle.speculation.statistics import SpecDecodeStats
 
 if TYPE_CHECKING:
-    from peagle.engine.request import TokenLogprobs
+    from peagle.engine.request import DraftTree, TokenLogprobs
 
 MAX_DIRECT_BYTES = 1 << 16  # unread commands that surely fit into the connection's buffer
 JOIN_SECONDS = 2.0
@@ -58,6 +58,7 @@ class Delta(NamedTuple):
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     drafts: list[Piece] | None  # the text in pieces, where the request asks for them
+    trees: list[DraftTree] | None = None  # of its steps, likewise
 
 
 class Piece(NamedTuple):
@@ -116,6 +117,7 @@ class Generation:
     texts: list[GrowingText]  # of choice i: answer i % n to prompt i // n
     cancel: Callable[[Generation], None]
     shows_drafts: bool = False
+    shows_trees: bool = False
     arrived: float = field(default_factory=time.monotonic)
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -193,6 +195,7 @@ class Generation:
             news.finish_reason,
             news.stop_reason,
             pieces,
+            news.trees,
         )
 
 
@@ -315,19 +318,20 @@ class AsyncLLM:
         params: SamplingParams,
         *,
         shows_drafts: bool = False,
+        shows_trees: bool = False,
     ) -> Generation:
         """Queues the prompts; raises ApiError where there is no room for them. Who calls it has
         to close what it gets."""
         self.check_ready()
         self._take_room(len(prompts) * params.n)
         texts = [GrowingText(self._detokenizer(params)) for _ in range(len(prompts) * params.n)]
-        generation = Generation(params, prompts, texts, self._cancel, shows_drafts)
+        generation = Generation(params, prompts, texts, self._cancel, shows_drafts, shows_trees)
         generation.num_unfinished = len(prompts)
         for number, prompt in enumerate(prompts):
             key = next(self._keys)
             generation.keys.append(key)
             self._open[key] = generation, number
-            self._send(Submit(key, prompt.token_ids, params))
+            self._send(Submit(key, prompt.token_ids, params, shows_trees))
         loop = asyncio.get_running_loop()
         generation.timer = loop.call_later(self._timeout, self._expire, generation)
         return generation

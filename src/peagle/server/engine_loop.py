@@ -32,7 +32,7 @@ from peagle.speculation.statistics import SpecDecodeStats
 if TYPE_CHECKING:
     from peagle.engine.answers import PromptAnswers
     from peagle.engine.llm import LLM
-    from peagle.engine.request import TokenLogprobs
+    from peagle.engine.request import DraftTree, TokenLogprobs
 
 WARM_UP = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 # Between two reports, for each answer of the last: some times what writing its chunk costs the
@@ -45,6 +45,7 @@ class Submit(NamedTuple):
     key: int
     token_ids: list[int]
     params: SamplingParams
+    shows_trees: bool = False
 
 
 class Abort(NamedTuple):
@@ -65,6 +66,7 @@ class AnswerNews(NamedTuple):
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     error: str | None
+    trees: list[DraftTree] | None = None  # of these steps, where the request asks for them
 
 
 # Tokens of an answer that goes on: key, number, token_ids, tokens_per_step. Nearly all news are
@@ -73,7 +75,7 @@ Growth = tuple[int, int, list[int], list[int]]
 
 
 class RequestNews(NamedTuple):
-    """What is more than growth: logprobs, ends."""
+    """What is more than growth: logprobs, trees, ends."""
 
     key: int
     answers: list[AnswerNews]
@@ -180,6 +182,9 @@ class Open:
         request, steps = answer.request, self.tokens_per_step[n]
         self.num_reported[n], self.tokens_per_step[n] = request.num_outputs, []
         self.has_reported_end[n] = request.finish_reason is not None
+        trees = request.draft_trees
+        if trees is not None:
+            request.draft_trees = []
         return AnswerNews(
             number=n,
             token_ids=request.token_ids[len(request.prompt_token_ids) + since :],
@@ -188,11 +193,12 @@ class Open:
             finish_reason=request.finish_reason,
             stop_reason=answer.stop_string or request.stop_reason,
             error=request.error,
+            trees=trees,
         )
 
 
 def _is_more_than_growth(news: AnswerNews) -> bool:
-    return bool(news.logprobs) or news.finish_reason is not None
+    return bool(news.logprobs or news.trees) or news.finish_reason is not None
 
 
 @dataclass(eq=False)
@@ -308,9 +314,10 @@ class EngineLoop:
                 self._forget(request)
 
     def _submit(self, channel: Channel, command: Submit) -> None:
-        key, token_ids, params = command
+        key, token_ids, params, shows_trees = command
+        prompt = TokenizedPrompt(None, token_ids)
         try:
-            answers = self._llm.add_request(TokenizedPrompt(None, token_ids), params)
+            answers = self._llm.add_request(prompt, params, keeps_trees=shows_trees)
         except RequestError as error:
             channel.refused.append(Refused(key, error.message, error.hint))
             return

@@ -40,6 +40,9 @@ class Speculative(Body):
     show_drafts: bool = Field(
         default=False, description="Chunks and answers say which of their text was drafted"
     )
+    show_trees: bool = Field(
+        default=False, description="They show each step's drafts; a GPU's steps wait for that"
+    )
 
 
 class JsonSchema(Body):
@@ -237,6 +240,21 @@ class DraftedText(Answer):
     drafted: bool
 
 
+class DraftNode(Answer):
+    """A draft token; `parent` is the number of the one before it, counted from 1, or 0."""
+
+    text: str
+    parent: int
+    accepted: bool
+
+
+class DraftedStep(Answer):
+    """The tree of one step, and the token that the target added to what it accepted."""
+
+    nodes: list[DraftNode]
+    bonus: str
+
+
 class TopLogprob(Answer):
     token: str
     logprob: float
@@ -267,6 +285,7 @@ class CompletionChoice(Answer):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     drafts: list[DraftedText] | None = None
+    trees: list[DraftedStep] | None = None
 
 
 class Completion(Answer):
@@ -309,6 +328,7 @@ class ChatChoice(Answer):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     drafts: list[DraftedText] | None = None
+    trees: list[DraftedStep] | None = None
 
 
 class ChatCompletion(Answer):

@@ -25,7 +25,9 @@ from peagle.server.protocol import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    DraftedStep,
     DraftedText,
+    DraftNode,
     Metrics,
     PromptTokensDetails,
     SpeculativeDecoding,
@@ -38,7 +40,7 @@ from peagle.server.tool_calls import ToolCallReader
 from peagle.speculation.statistics import SpecDecodeStats
 
 if TYPE_CHECKING:
-    from peagle.engine.request import TokenLogprobs
+    from peagle.engine.request import DraftTree, TokenLogprobs
 
 LOWEST_LOGPROB = -9999.0  # for -inf, which JSON has no word for; vLLM writes the same
 DONE = b"data: [DONE]\n\n"
@@ -90,7 +92,8 @@ class AnswerWriter(ABC):
     def tells_only_text(self) -> bool:
         """Chunks have nothing but text until an answer ends."""
         usage = self.options.continuous_usage_stats and self.options.include_usage
-        return not (usage or self._shows_tokens or self.generation.shows_drafts)
+        shows_drafts = self.generation.shows_drafts or self.generation.shows_trees
+        return not (usage or self._shows_tokens or shows_drafts)
 
     def _full_events(self, delta: Delta) -> list[str]:
         if not self._says_something(delta):
@@ -141,7 +144,8 @@ class AnswerWriter(ABC):
 
     def _says_something(self, delta: Delta) -> bool:
         """Not if its text may still become a stop string, or is not a whole character."""
-        return bool(delta.text) or delta.finish_reason is not None or self._shows_tokens
+        ends = delta.finish_reason is not None
+        return bool(delta.text or delta.trees) or ends or self._shows_tokens
 
     @property
     def _shows_tokens(self) -> bool:
@@ -156,7 +160,17 @@ class AnswerWriter(ABC):
             extras["token_ids"] = delta.token_ids
         if delta.drafts is not None:
             extras["drafts"] = [DraftedText(text=p.text, drafted=p.drafted) for p in delta.drafts]
+        if delta.trees is not None:
+            extras["trees"] = [self._drafted_step(tree) for tree in delta.trees]
         return extras
+
+    def _drafted_step(self, tree: DraftTree) -> DraftedStep:
+        drafts = zip(tree.token_ids, tree.parents, strict=True)
+        nodes = [
+            DraftNode(text=self._decoded(token), parent=parent, accepted=n in tree.accepted)
+            for n, (token, parent) in enumerate(drafts, start=1)
+        ]
+        return DraftedStep(nodes=nodes, bonus=self._decoded(tree.bonus_token_id))
 
     def _decoded(self, token: int) -> str:
         text: str = self.tokenizer.decode([token])
@@ -405,6 +419,7 @@ def _joined(before: Delta, delta: Delta) -> Delta:
         token_ids=before.token_ids + delta.token_ids,
         logprobs=before.logprobs + delta.logprobs,
         drafts=drafts,
+        trees=None if delta.trees is None else [*(before.trees or ()), *delta.trees],
     )
 
 

@@ -15,7 +15,7 @@ from peagle.bench.run.measure import measure, quantiles
 from peagle.bench.run.meters import CpuMeter, GpuWatch, Meters, mean_utilization
 from peagle.bench.run.run_files import usual_tree
 from peagle.bench.workloads.workload import Task
-from peagle.engine.verified_tree import VerifiedTree
+from peagle.engine.request import DraftTree
 
 from .fakes import record
 
@@ -206,8 +206,8 @@ def test_gpu_use_is_unknown_without_the_drivers_tool(monkeypatch: pytest.MonkeyP
 
 
 def test_the_tree_that_is_shown_is_usual_in_size_and_unusual_in_its_path() -> None:
-    def tree(size: int, *path: int) -> VerifiedTree:
-        return VerifiedTree(1, [7] * size, [0] * size, list(path), 9)
+    def tree(size: int, *path: int) -> DraftTree:
+        return DraftTree(1, [7] * size, [0] * size, list(path), 9)
 
     lucky, usual, strayed = tree(9, 1, 2, 3, 4, 5), tree(9, 1, 2), tree(9, 3, 8)
     unlucky, cut = tree(9), tree(4, 1, 4)

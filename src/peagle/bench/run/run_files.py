@@ -31,7 +31,7 @@ from peagle.bench.workloads.sources import OFFLINE
 from peagle.engine.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
-    from peagle.engine.verified_tree import VerifiedTree
+    from peagle.engine.request import DraftTree
 
 NUM_SAMPLES = 2  # per workload and method
 MOST_TOKENS = 96
@@ -105,7 +105,7 @@ class RunFiles:
         params = replace(
             call.params, max_tokens=min(call.params.max_tokens or TREE_TOKENS, TREE_TOKENS)
         )
-        trees = self.session.verified_trees(setting, call.prompt, params)
+        trees = self.session.draft_trees(setting, call.prompt, params)
         if not trees:
             return None
         assert answered[0].answer is not None
@@ -164,21 +164,23 @@ def first_turns(records: Sequence[Record]) -> list[Record]:
     ]
 
 
-def usual_tree(trees: Sequence[VerifiedTree]) -> VerifiedTree:
+def usual_tree(trees: Sequence[DraftTree]) -> DraftTree:
     """One with as many accepted drafts as is usual among the largest, and of these the one whose
     path strayed furthest from the best guess: the first is what a chain would have shown, too."""
     largest = max(len(tree.token_ids) for tree in trees)
     whole = [tree for tree in trees if len(tree.token_ids) == largest]
-    usual = median(len(tree.path) for tree in whole)
+    usual = median(len(tree.accepted) for tree in whole)
 
-    def rank(tree: VerifiedTree) -> tuple[float, int]:
-        return -abs(len(tree.path) - usual), tree.path[-1] - len(tree.path) if tree.path else 0
+    def rank(tree: DraftTree) -> tuple[float, int]:
+        return -abs(len(tree.accepted) - usual), tree.accepted[-1] - len(
+            tree.accepted
+        ) if tree.accepted else 0
 
     return max(whole, key=rank)
 
 
 def tree_sample(
-    tree: VerifiedTree,
+    tree: DraftTree,
     answer: Sequence[int],
     tokenizer: Any,
     *,
@@ -189,11 +191,12 @@ def tree_sample(
 ) -> TreeSample:
     texts = tokenizer.batch_decode([[token] for token in tree.token_ids])
     nodes = [
-        TreeNode(text, parent, number in tree.path)
+        TreeNode(text, parent, number in tree.accepted)
         for number, (text, parent) in enumerate(zip(texts, tree.parents, strict=True), start=1)
     ]
     before = tokenizer.decode(answer[: tree.num_outputs][-TOKENS_BEFORE:])
-    bonus = "" if tree.bonus is None else tokenizer.decode([tree.bonus])
+    is_written = tree.num_outputs + len(tree.accepted) < len(answer)  # the answer went on
+    bonus = tokenizer.decode([tree.bonus_token_id]) if is_written else ""
     return TreeSample(workload, prompt, method, num_speculative_tokens, before, nodes, bonus)
 
 

@@ -41,7 +41,7 @@ from peagle.speculation.statistics import SpecDecodeStats
 
 if TYPE_CHECKING:
     from peagle.deploy.invoke import EndpointRuntime
-    from peagle.engine.verified_tree import VerifiedTree
+    from peagle.engine.request import DraftTree
 
 API_KEY = "OPENAI_API_KEY"  # the variable that OpenAI's own client reads
 # model, sizes, drafter, and vLLM's own options where the backend is vLLM
@@ -72,9 +72,7 @@ class Session(Protocol):
         """Backend.num_compiled of what serves it."""
         ...
 
-    def verified_trees(
-        self, setting: Setting, prompt: Any, params: SamplingParams
-    ) -> list[VerifiedTree]:
+    def draft_trees(self, setting: Setting, prompt: Any, params: SamplingParams) -> list[DraftTree]:
         """Of the answer to a prompt in the client's form; none where the backend shows none."""
         ...
 
@@ -118,16 +116,16 @@ class EngineSession:
     def num_compiled(self, setting: Setting) -> int:
         return self.engines.get(setting).num_compiled
 
-    def verified_trees(
-        self, setting: Setting, prompt: Any, params: SamplingParams
-    ) -> list[VerifiedTree]:
+    def draft_trees(self, setting: Setting, prompt: Any, params: SamplingParams) -> list[DraftTree]:
         from peagle.engine.llm import LLM
-        from peagle.engine.verified_tree import verified_trees
 
         backend = self.engines.get(setting)
         if not isinstance(backend, LLM):
             return []
-        return verified_trees(backend.engine, prompt.token_ids, params)
+        answers = backend.add_request(prompt, params, keeps_trees=True)
+        while not answers.finished:
+            backend.step()
+        return answers.answers[0].request.draft_trees or []
 
     def close(self) -> None:
         self.engines.close()
@@ -173,9 +171,7 @@ class EndpointSession:
     def num_compiled(self, setting: Setting) -> int:
         return 0
 
-    def verified_trees(
-        self, setting: Setting, prompt: Any, params: SamplingParams
-    ) -> list[VerifiedTree]:
+    def draft_trees(self, setting: Setting, prompt: Any, params: SamplingParams) -> list[DraftTree]:
         return []
 
     def close(self) -> None:
