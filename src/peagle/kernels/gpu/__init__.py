@@ -6,6 +6,7 @@ qkv          norm, rotation and cache write of a projection's heads
 attention    few rows per sequence over the paged cache, and how they are divided
 norms        norms and gates between two products of many rows
 fp8          products with 8-bit weights, and what stands between two of them
+experts      each row times the low-bit weight of its expert
 argmax       the largest value of each row
 best_token   greedy tokens straight from hidden states, without logits
 sampling     a token per row of logits, and the distributions that tokens are drawn from

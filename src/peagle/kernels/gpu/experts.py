@@ -134,7 +134,7 @@ def _grouped_product(
     expert, first, end = _place(ends_ptr, num_experts, EXPERTS, BLOCK_ROWS)
     if expert >= num_experts:
         return
-    rows = first + tl.arange(0, BLOCK_ROWS)
+    rows = first.to(tl.int64) + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     row_there, column_there = rows < end, columns < num_outputs
     x_rows = x_ptr + rows[:, None] * num_inputs
@@ -173,7 +173,7 @@ def _grouped_product(
     if HAS_BIAS:
         bias = tl.load(bias_ptr + outputs, mask=column_there, other=0.0).to(tl.float32)
         total += bias[None, :]
-    places = rows.to(tl.int64)[:, None] * num_outputs + columns[None, :]
+    places = rows[:, None] * num_outputs + columns[None, :]
     there = row_there[:, None] & column_there[None, :]
     tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=there)
 
