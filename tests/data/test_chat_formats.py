@@ -177,7 +177,7 @@ def test_a_template_shows_the_format() -> None:
         ("gemma-4", "<|channel>thought\nhm", None),
         ("gemma-4", "yes<turn|>", "yes"),
         ("hermes", "yes", "yes"),
-        *((name, call, None) for name, call in CALLS.items()),
+        *((name, f"Well.{call}", None) for name, call in CALLS.items()),
     ],
 )
 def test_a_client_sends_back_the_content_if_there_is_any(
