@@ -600,28 +600,25 @@ predicts almost perfectly.
 def temperatures() -> str:
     found = result("temperatures_cpu")
     work, cells = found["workload"], found["cells"]
-    gains = {(g["temperature"], g["tree"]): g for g in found["gains"]}
+    deepest = max(work["depths"])
     names = [*(f"chain of {k}" for k in work["depths"]), *(f"tree of {n}" for n in work["nodes"])]
     rows = []
     for temperature in work["temperatures"]:
         own = [c for c in cells if c["temperature"] == temperature]
-        lengths = [f"{c['mean_acceptance_length']:.2f}" for c in own]
-        over = [gains[temperature, f"N={n}"] for n in work["nodes"]]
-        gained = [f"{g['gain']:.2f}x ({g['low']:.2f} to {g['high']:.2f})" for g in over]
-        rows.append([f"{temperature:g}", *lengths, *gained])
-    deepest = max(work["depths"])
+        lengths = {(c["K"], c["N"]): c["mean_acceptance_length"] for c in own}
+        gains = [times(lengths[deepest, n] / lengths[deepest, None]) for n in work["nodes"]]
+        shown = (f"{a:.2f} ({c['without_looping']:.2f})" for a, c in pairs(lengths.values(), own))
+        rows.append([f"{temperature:g}", *shown, *gains])
     over_chain = [f"tree of {n} over chain of {deepest}" for n in work["nodes"]]
-    different, answers = (
-        sum(c["different_answers"] for c in cells),
-        len(cells) * work["num_prompts"],
-    )
+    different = sum(c["different_answers"] for c in cells)
+    compared = (len(cells) - len(rows)) * work["num_prompts"]  # with the first chain's
     return f"""\
 ## Trees at several temperatures
 
-Mean acceptance length of the shipped P-EAGLE head with coupled verification: first turns of
-{work["num_prompts"]} prompts of MT-Bench, {work["max_tokens"]} new tokens, {work["dtype"]} on a CPU
-(`temperatures_cpu.json`). Trees are at most {deepest} deep. All share their noise, and so their
-answers ({different} of {answers} differ). Intervals are 95 %, over the prompts.
+Mean acceptance length of the shipped P-EAGLE head with coupled verification, in parentheses without
+looping answers: first turns of {work["num_prompts"]} prompts of MT-Bench, {work["max_tokens"]} new
+tokens, {work["dtype"]} on a CPU (`temperatures_cpu.json`). Trees are at most {deepest} deep. All
+share their noise, and so their answers ({different} of {compared} differ).
 
 {table(["temperature", *names, *over_chain], rows)}"""
 

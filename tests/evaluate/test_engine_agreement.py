@@ -14,6 +14,7 @@ from peagle.config import EngineConfig, Verification
 from peagle.data.dataset import Dataset, DatasetWriter, Row
 from peagle.engine.engine import Engine, Speculation
 from peagle.engine.request import Request
+from peagle.engine.verified_tree import verified_trees
 from peagle.evaluate import contexts
 from peagle.evaluate.evaluator import Evaluator
 from peagle.evaluate.recall import evaluate_greedy
@@ -189,6 +190,28 @@ def test_acceptance_of_trees_is_the_engines_for_every_number_of_nodes(
             stats.num_accepted_tokens,
         )
     assert result.acceptance_length(max(sizes)) > result.acceptance_length(1)
+
+
+def test_a_path_that_ends_in_a_leaf_rejects_nothing(tmp_path: Path) -> None:
+    network, num_nodes = random_head("p-eagle"), 9
+    params = SamplingParams(temperature=0.0, max_tokens=21)
+    requests, _ = run_engine(network, 1, params)
+    dataset = write_answers(tmp_path, requests, 21)
+    found = evaluate_trees(evaluator(dataset), DraftModel(network), num_nodes)
+    ours = found.acceptance.groups["all"][-1]
+    reached, accepted = [0] * K, [0] * K
+    speculation = Speculation(PEagleDrafter(network), K, num_draft_nodes=num_nodes)
+    engine = Engine(target(), EngineConfig(), eos_token_ids=EOS, speculation=speculation)
+    for prompt in PROMPTS:
+        for tree in verified_trees(engine, prompt, params):
+            for depth in range(len(tree.path)):
+                accepted[depth] += 1
+            last = tree.path[-1] if tree.path else 0
+            for depth in range(len(tree.path) + (last in tree.parents)):
+                reached[depth] += 1
+    assert ours.num_accepted_tokens_per_pos == accepted
+    assert ours.num_reached_tokens_per_pos == reached
+    assert reached[1] < accepted[0]  # some did
 
 
 def test_acceptance_by_context_is_what_the_engine_counts_at_that_length(
