@@ -57,13 +57,14 @@ class FakeAnswers:
     prompt_token_ids: list[int]
     max_tokens: int
     token_ids: list[int] = field(init=False)
+    logprobs: list[Any] = field(default_factory=list)
     finished: bool = False
     stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
     num_cached_tokens = num_preemptions = 0
     finish_reason = stop_reason = error = stop_string = draft_trees = None
 
     def __post_init__(self) -> None:
-        self.token_ids, self.logprobs = list(self.prompt_token_ids), []
+        self.token_ids = list(self.prompt_token_ids)
         self.request, self.answers = self, [self]
 
     @property
