@@ -1,4 +1,4 @@
-"""What HTTP alone carries: tokens/s and CPU time of API servers before an engine without cost.
+"""What HTTP alone carries: tokens/s and CPU time of API servers, by an engine that costs nothing.
 
     python benchmarks/http_capacity.py --api-server-count 1 4 --streams 64 --out ...
 
@@ -57,6 +57,7 @@ class FakeAnswers:
     prompt_token_ids: list[int]
     max_tokens: int
     token_ids: list[int] = field(init=False)
+    logprobs: list[Any] = field(default_factory=list)
     finished: bool = False
     stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
     num_cached_tokens = num_preemptions = 0
@@ -64,7 +65,6 @@ class FakeAnswers:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
-        self.logprobs: list[Any] = []
         self.request, self.answers = self, [self]
 
     @property

@@ -282,9 +282,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    names = ["max_num_seqs", "max_model_len", "kv_cache_memory_bytes", "dtype", "device"]
-    names += ["api_server_count"] if args.api_server_count else []
+    names = ("max_num_seqs", "max_model_len", "kv_cache_memory_bytes", "dtype", "device")
     options = [w for n in names for w in (f"--{n.replace('_', '-')}", str(getattr(args, n)))]
+    if args.api_server_count is not None:
+        options += ["--api-server-count", str(args.api_server_count)]
     return Setting(args.model, args.head or None, args.max_tokens, tuple(options))
 
 

@@ -33,6 +33,9 @@ class Mutant(NamedTuple):
         return f"{self.file}: {self.old!r} -> {self.new!r}"
 
 
+DETOKENIZER = ("engine/test_detokenizer.py",)
+OPEN_ANSWERS = ("server/test_async_llm.py",)
+CHANNELS = ("server/test_engine_loop.py",)
 VERIFY = "speculation/test_verify_distribution.py", "speculation/test_verify_rows.py"
 SAMPLING = ("speculation/test_sampling_distribution.py",)
 COUNTS = ("speculation/test_acceptance_counts.py",)
@@ -71,6 +74,44 @@ SCHEDULER = (
 )
 
 MUTANTS = (
+    # Text as it grows, and the channels of API servers.
+    Mutant(
+        "engine/detokenizer.py",
+        "            self._prefix += fresh\n",
+        "            pass\n",
+        DETOKENIZER,
+    ),
+    Mutant(
+        "engine/detokenizer.py",
+        "self._window = self._read\n",
+        "self._window = self._tried\n",
+        DETOKENIZER,
+    ),
+    Mutant("server/async_llm.py", "if self.total <= most:", "if self.total < most:", OPEN_ANSWERS),
+    Mutant(
+        "server/engine_loop.py",
+        "timeout = ROOM_SECONDS if has_news else None",
+        "timeout = None",
+        CHANNELS,
+    ),
+    Mutant(
+        "server/engine_loop.py",
+        "for request in list(channel.open.values()):",
+        "for request in ():",
+        CHANNELS,
+    ),
+    Mutant(
+        "server/engine_loop.py",
+        "bool(news.logprobs or news.trees)",
+        "bool(news.logprobs)",
+        CHANNELS,
+    ),
+    Mutant(
+        "engine/engine.py",
+        "token_ids[:num_drafts], parents[:num_drafts]",
+        "token_ids, parents",
+        CHANNELS,
+    ),
     # Structured outputs.
     Mutant("engine/grammar.py", "        self._go_to(())\n", "", GRAMMAR),
     Mutant("engine/grammar.py", "parent in paths and ", "", GRAMMAR),
