@@ -93,7 +93,7 @@ def _read(
     if not by_k or not min(by_k) <= k <= max(by_k):
         raise ConfigError(
             f"no measured step times around K = {k}, concurrency {concurrency} for {what}",
-            hint="ask for points inside the measured ones",
+            hint="ask for points within the measured range",
         )
     return between(by_k, k)
 
