@@ -7,6 +7,7 @@ model is loaded: engines are fakes, and other references lead nowhere.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import socket
 import sys
@@ -76,6 +77,7 @@ ARGUMENTS = {
     "simulate": ["--model", "config.json", "--gpu", "h200", "--acceptance", "0.7,0.5"],
     "report": ["results"],
     "serve": ["org/m", "--backend", "vllm", "--print-command"],
+    "deploy sagemaker plan": ["gpt-oss-20b", "--region", "us-east-1"],
     "export": ["missing", "out", "--to", "vllm"],
     "doctor": ["--model", "missing", "--data", "data"],
     "heads": [],
@@ -83,8 +85,6 @@ ARGUMENTS = {
     "version": [],
     "help": [],
 }
-# Values that would ask a server for answers, or fetch a model.
-NOT_TRIED = ("--help", "--endpoint")
 
 
 def verbs(command: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -96,8 +96,12 @@ def verbs(command: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 COMMAND = typer.main.get_command(app)
-# `deploy` asks AWS, and has tests of its own with a fake of it.
-VERBS = {name: verb for name, verb in verbs(COMMAND) if not name.startswith("deploy ")}
+# Other verbs of `deploy` ask AWS, and have tests of their own with a fake of it.
+VERBS = {
+    name: verb
+    for name, verb in verbs(COMMAND)
+    if not name.startswith("deploy ") or name.endswith(" plan")
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -141,15 +145,21 @@ def check(args: list[str]) -> str:
     return out
 
 
+def options_of(verb: str) -> list[Any]:
+    return [p for p in VERBS[verb].params if p.opts[0].startswith("--") and "--help" not in p.opts]
+
+
+def takes_a_value(option: Any) -> bool:
+    return not option.is_flag and not option.count
+
+
 @st.composite
 def flags(draw: st.DrawFn, verb: str) -> list[str]:
     """A few of a verb's flags, each with a value of the right kind or of any other."""
-    options = [p for p in VERBS[verb].params if p.opts[0].startswith("--")]
-    options = [p for p in options if not {*p.opts} & {*NOT_TRIED}]
     words: list[str] = []
-    for option in draw(st.lists(st.sampled_from(options), max_size=3)):
+    for option in draw(st.lists(st.sampled_from(options_of(verb)), min_size=2, max_size=4)):
         words.append(draw(st.sampled_from([*option.opts, *option.secondary_opts])))
-        if not option.is_flag and not option.count:
+        if takes_a_value(option):
             words.append(draw(st.one_of(*map(st.sampled_from, (NUMBERS, TEXTS, PATHS)))))
     return words
 
@@ -160,7 +170,22 @@ def test_every_verb_is_tried() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ARGUMENTS)
-@settings(max_examples=15)
+def test_every_flag_works_or_is_one_line(verb: str) -> None:
+    """A number, a text and a path for each; other ones for the next flag."""
+    values = list(map(itertools.cycle, (NUMBERS, TEXTS, PATHS)))
+    for option in options_of(verb):
+        line = [*verb.split(), *ARGUMENTS[verb]]
+        if takes_a_value(option):
+            for kind in values:
+                check([*line, option.opts[0], next(kind)])
+        else:
+            for name in (*option.opts, *option.secondary_opts):
+                check([*line, name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ARGUMENTS)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_any_flags_work_or_are_one_line(verb: str, data: st.DataObject) -> None:
     check([*verb.split(), *ARGUMENTS[verb], *data.draw(flags(verb))])
@@ -181,9 +206,21 @@ VALUES = st.one_of(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+def test_every_key_of_a_recipe_fits_or_is_one_line() -> None:
+    values = list(map(itertools.cycle, (NUMBERS, TEXTS, PATHS)))
+    for key in recipe_keys():
+        for kind in values:
+            check_key(key, next(kind))
+
+
+@pytest.mark.slow
+@settings(max_examples=50, suppress_health_check=list(HealthCheck))
 @given(key=st.sampled_from(list(recipe_keys())), value=VALUES)
 def test_any_value_of_a_recipes_key_fits_or_is_one_line(key: RecipeKey, value: str) -> None:
+    check_key(key, value)
+
+
+def check_key(key: RecipeKey, value: str) -> None:
     override = f"{key.full_name}={value}"
     printed = check(["train", "recipe.yaml", override, "--print-config"])
     if printed:  # it fits, and what is printed is the same recipe

@@ -14,7 +14,6 @@ from peagle.config import EngineConfig, Verification
 from peagle.data.dataset import Dataset, DatasetWriter, Row
 from peagle.engine.engine import Engine, Speculation
 from peagle.engine.request import Request
-from peagle.engine.verified_tree import verified_trees
 from peagle.evaluate import contexts
 from peagle.evaluate.evaluator import Evaluator
 from peagle.evaluate.recall import evaluate_greedy
@@ -203,11 +202,17 @@ def test_a_path_that_ends_in_a_leaf_rejects_nothing(tmp_path: Path) -> None:
     speculation = Speculation(PEagleDrafter(network), K, num_draft_nodes=num_nodes)
     engine = Engine(target(), EngineConfig(), eos_token_ids=EOS, speculation=speculation)
     for prompt in PROMPTS:
-        for tree in verified_trees(engine, prompt, params):
-            for depth in range(len(tree.path)):
+        request = engine.add_request("x", prompt, params)
+        request.draft_trees = trees = []
+        while engine.has_unfinished:
+            engine.step()
+        for tree in trees:
+            written = request.output_token_ids[tree.num_outputs :]
+            path = tree.accepted[: len(written)]  # the answer may have ended on it
+            for depth in range(len(path)):
                 accepted[depth] += 1
-            last = tree.path[-1] if tree.path else 0
-            for depth in range(len(tree.path) + (last in tree.parents)):
+            last = path[-1] if path else 0
+            for depth in range(len(path) + (last in tree.parents)):
                 reached[depth] += 1
     assert ours.num_accepted_tokens_per_pos == accepted
     assert ours.num_reached_tokens_per_pos == reached

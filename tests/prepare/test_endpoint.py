@@ -68,7 +68,7 @@ def test_a_refused_question_fails_alone() -> None:
     [
         ((404, {"message": "no model"}), "HTTP 404: no model"),
         ((500, {}), "HTTP 500"),
-        ((200, {"choices": [{"text": "only text"}]}), "carry no token_ids"),
+        ((200, {"choices": [{"text": "only text"}]}), "have no token_ids"),
     ],
 )
 def test_what_would_fail_every_row_ends_the_run(reply: Reply, message: str) -> None:
@@ -81,7 +81,7 @@ def test_a_server_that_is_not_there_ends_the_run(caplog: pytest.LogCaptureFixtur
         pass
     source = EndpointAnswers(Endpoint(url, "m", retries=1, first_wait=0.001), PARAMS, 1)
     source.submit(Question([1], 0))
-    with pytest.raises(DataError, match="gives no answers"):
+    with pytest.raises(DataError, match="returns no answers"):
         source.collect()
     source.close()
     assert "trying again" in caplog.text, "nobody waits in silence"

@@ -118,7 +118,7 @@ def test_a_head_that_learns_on_loses_its_correction(data: Path) -> None:
     ("head", "message"),
     [
         ({"correction_size": 0, "start_from": "x"}, "correction_size"),
-        ({"correction_size": 8}, "for a p-eagle head that there is"),
+        ({"correction_size": 8}, "for an existing p-eagle head"),
         ({"correction_size": 8, "start_from": "x", "method": "eagle3"}, "p-eagle"),
     ],
 )

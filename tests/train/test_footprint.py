@@ -124,7 +124,7 @@ def _activations(one: Footprint) -> int:
 )
 def test_what_eagle3_cannot_do_is_refused(options: dict[str, Any], data: Path) -> None:
     recipe = training.recipe(data, head={"method": "eagle3"}, run=options)
-    with pytest.raises(ConfigError, match="works with p-eagle heads alone"):
+    with pytest.raises(ConfigError, match="works with p-eagle heads only"):
         assemble(recipe, DEEP.make_target(torch.float32), ROPE)
 
 

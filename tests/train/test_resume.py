@@ -171,7 +171,7 @@ def test_a_full_disk_keeps_the_best_head(data: Path, monkeypatch: pytest.MonkeyP
 def test_a_checkpoint_of_other_sizes_is_refused(data: Path) -> None:
     TrainingRun(setup(data, "run"))()
     (data / "run" / "recipe.json").unlink()  # which would say so first
-    with pytest.raises(TrainingError, match="other head sizes than this recipe's"):
+    with pytest.raises(TrainingError, match="of other sizes than this recipe's"):
         TrainingRun(setup(data, "run", head={"num_hidden_layers": 3}), resume=True)
 
 

@@ -102,7 +102,7 @@ def test_cut_elements_are_counted_and_warned_of_once(
         TrainingRun(made)()
     lines = [line for line in read_metrics(data / "run") if line["kind"] == "train"]
     assert all(line["num_cut"] > 0 for line in lines)
-    assert sum("have no room in the padded rows" in m for m in caplog.messages) == 1
+    assert sum("do not fit the padded rows" in m for m in caplog.messages) == 1
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ class RenamingClient(StatesClient):
 
 def test_a_server_without_extraction_is_named(fake: FakeVllm) -> None:
     fake.changes = {"kv_transfer_params": None}
-    with pytest.raises(DataError, match="hands over no hidden states"), source_of(fake):
+    with pytest.raises(DataError, match="returns no hidden states"), source_of(fake):
         pass
 
 
@@ -234,7 +234,7 @@ def test_a_refusal_and_a_dead_server_end_the_run_with_their_reason(fake: FakeVll
         with pytest.raises(DataError, match=r"refused a document of 6 tokens.*no room"):
             ask(source, training.packed([6], 8))
         fake.status = 500
-        with pytest.raises(DataError, match="gives no hidden states: HTTP 500"):
+        with pytest.raises(DataError, match="returned no hidden states: HTTP 500"):
             ask(source, training.packed([6], 8))
 
         def dead() -> None:
@@ -281,7 +281,7 @@ def test_every_document_of_a_dataset_comes_back_as_its_own(fake: FakeVllm, tmp_p
 
 
 def test_what_needs_the_targets_layers_is_refused_with_the_recipe(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="which vLLM keeps to itself"):
+    with pytest.raises(ConfigError, match="which vLLM does not expose"):
         training.recipe(tmp_path, data={"features": "vllm"}, head={"copy_target_layers": True})
 
 

@@ -129,9 +129,11 @@ def demo(
     """Compare plain decoding with each drafter: speed, acceptance, and the same tokens."""
     if not 1 <= prompts <= len(PROMPTS):
         raise ConfigError(f"--prompts {prompts} is out of range", hint=f"use 1 to {len(PROMPTS)}")
-    if repeats < 1:
-        raise ConfigError(f"--repeats {repeats} is out of range", hint="use 1 or more")
     from peagle.bench.run.meters import CpuMeter
+    from peagle.bench.run.plan import MOST_REPEATS
+
+    if not 1 <= repeats <= MOST_REPEATS:
+        raise ConfigError(f"--repeats {repeats} is out of range", hint=f"use 1 to {MOST_REPEATS}")
 
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     contenders = _contenders(model)

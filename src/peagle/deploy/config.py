@@ -11,6 +11,7 @@ from peagle.config import Doc
 from peagle.deploy.container import AMI
 from peagle.errors import ConfigError
 
+MOST_HOURS = 10 * 365 * 24
 _ROLE = re.compile(r"arn:aws[a-z-]*:iam::\d{12}:role/\S+")
 
 
@@ -46,6 +47,8 @@ class DeployConfig:
         for name in ("max_hours", "dollars_per_hour", "weights_gb"):
             value = getattr(self, name)
             _require(value is None or 0 < value < math.inf, name, value, "a number above 0")
+        hours = self.max_hours
+        _require(hours is None or hours <= MOST_HOURS, "max_hours", hours, f"at most {MOST_HOURS}")
         for name in ("instance_count", "autoscale_target"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         seconds = self.startup_timeout

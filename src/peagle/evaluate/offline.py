@@ -60,7 +60,7 @@ class Pair:
         """Whether a tree of this depth can have so many nodes."""
         if self.network.config.method != "p-eagle":
             raise ConfigError(
-                f"{self.network.config.method} drafts no trees", hint="drop --spec-nodes"
+                f"{self.network.config.method} cannot draft trees", hint="drop --spec-nodes"
             )
         most = min(MAX_DRAFT_NODES, num_candidates(depth, BEAM))
         if not 1 <= num_draft_nodes <= most:

@@ -49,7 +49,7 @@ class EndpointAnswers:
 
     def _gone(self, reason: ServerError) -> DataError:
         return DataError(
-            f"{self.endpoint.base_url}{PATH} gives no answers: {reason}",
+            f"{self.endpoint.base_url}{PATH} returns no answers: {reason}",
             hint="check --endpoint and --endpoint-model; run the same command again to continue",
         )
 
@@ -74,7 +74,7 @@ def read_answer(content: bytes) -> TargetAnswer:
     except (ValueError, LookupError, TypeError, AttributeError):
         return TargetAnswer([], error=f"the endpoint sent no completion: {content[:80]!r}")
     if not isinstance(token_ids, list) or not all(type(token) is int for token in token_ids):
-        raise DataError("the endpoint's answers carry no token_ids", hint=NO_IDS)
+        raise DataError("the endpoint's answers have no token_ids", hint=NO_IDS)
     if not token_ids:
         return TargetAnswer([], error="the endpoint's answer is empty")
     return TargetAnswer(token_ids, clipped=choice.get("finish_reason") == "length")

@@ -47,7 +47,7 @@ def _warn(inputs: Inputs) -> None:
     target, answered_by = recipe.target.model, dataset.manifest["made_by"].get("target")
     if answered_by is not None and not same_target(str(answered_by), target):
         logger.warning(
-            "the answers in %s are %s's, not %s's: a head learns what its own target says",
+            "the answers in %s are %s's, not %s's: a head should learn from its own target",
             *(dataset.folder, answered_by, target),
         )
     if not inputs.held_out:

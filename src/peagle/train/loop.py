@@ -169,7 +169,7 @@ class TrainingRun:
         if metrics.cut_share > CUT_SHARE and not self._warned:
             self._warned = True
             logger.warning(
-                "%.1f %% of the drawn elements have no room in the padded rows and are not trained",
+                "%.1f %% of the drawn elements do not fit the padded rows and are not trained on",
                 100 * metrics.cut_share,
             )
 

@@ -178,7 +178,7 @@ def max_rows(budget: int, fixed: int, per_row: int, least: int) -> int:
     rows = (budget - fixed) // per_row
     if rows < least:
         raise ConfigError(
-            f"{budget / 2**30:.1f} GiB do not hold the {least} rows of the longest document: "
+            f"{budget / 2**30:.1f} GiB cannot hold the {least} rows of the longest document: "
             f"{fixed / 2**30:.1f} are taken and {least * per_row / 2**30:.1f} needed",
             hint="lower data.tokens_per_row or loss.chunk_rows, "
             "or set run.activation_checkpointing=true",

@@ -131,6 +131,6 @@ def check_method(recipe: Recipe) -> None:
     for name, used in options.items():
         if used:
             raise ConfigError(
-                f"{name} works with p-eagle heads alone",
+                f"{name} works with p-eagle heads only",
                 hint="for less memory lower data.tokens_per_row or head.max_speculative_tokens",
             )

@@ -56,7 +56,9 @@ class HeadSection:
     train_embed_tokens: Annotated[bool, Doc("The head has an embedding table of its own.")] = False
     train_lm_head: Annotated[bool, Doc("The head has an output table of its own.")] = False
     draft_vocab_size: Annotated[
-        int | None, Ge(1), Doc("Draft only so many tokens, the most frequent.", if_none="all")
+        int | None,
+        Ge(1),
+        Doc("Draft only this many tokens, the most frequent ones.", if_none="all"),
     ] = None
     norm_before_residual: Annotated[bool, Doc("The residual takes the normed input.")] = False
     norm_output: Annotated[bool, Doc("EAGLE-3: the next pass reads the normed output.")] = False
@@ -99,7 +101,7 @@ class DataSection:
         float, Interval(ge=0, lt=1), Doc("Share of the rows that only evaluations see.")
     ] = 0.02
     max_tokens: Annotated[
-        int | None, Ge(1), Doc("Use only so many tokens of the data.", if_none="all")
+        int | None, Ge(1), Doc("Use only this many tokens of the data.", if_none="all")
     ] = None
     skip_looping: Annotated[bool, Doc("Leave out answers that repeat themselves.")] = False
     prefetch: Annotated[int, Ge(1), CHANGEABLE, Doc("Packed rows built ahead of the step.")] = 4
@@ -118,14 +120,14 @@ class VllmSection:
         str | None,
         CHANGEABLE,
         Doc(
-            "Where states pass through; they are deleted when read.",
+            "Where states are exchanged; they are deleted once read.",
             if_none="as the server says; for the run's own server, memory",
         ),
     ] = None
     command: Annotated[
         str | None,
         CHANGEABLE,
-        Doc("What stands before the model's folder.", if_none="the vLLM that is installed"),
+        Doc("The command before the model's folder.", if_none="the vLLM that is installed"),
     ] = None
     args: Annotated[
         tuple[str, ...], CHANGEABLE, Doc("Further flags, e.g. --tensor-parallel-size=8.")
@@ -137,7 +139,9 @@ class VllmSection:
         Literal["auto", "cuda", "cpu"], CHANGEABLE, Doc("What the run's own server runs on.")
     ] = "auto"
     requests: Annotated[int, Ge(1), CHANGEABLE, Doc("Documents in flight.")] = 64
-    start_minutes: Annotated[float, Gt(0), CHANGEABLE, Doc("How long it may take to start.")] = 30.0
+    start_minutes: Annotated[
+        float, Gt(0), CHANGEABLE, Doc("How long the server may take to start.")
+    ] = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +149,7 @@ class OptimizerSection:
     """AdamW."""
 
     learning_rate: Annotated[float, Gt(0), CHANGEABLE, Doc("At its peak.")] = 1e-4
-    weight_decay: Annotated[float, Ge(0), Doc("Of matrices; norms do not decay.")] = 0.0
+    weight_decay: Annotated[float, Ge(0), Doc("For matrices; norms are not decayed.")] = 0.0
     betas: Annotated[
         tuple[
             Annotated[float, Interval(ge=0, lt=1)],
@@ -202,7 +206,7 @@ class LossSection:
         float, Gt(0), Doc("Depth d weighs depth_decay ** d, in the acceptance length as well.")
     ] = 1.0
     chunk_rows: Annotated[
-        int, Ge(1), CHANGEABLE, Doc("Rows whose logits are held at a time; memory alone.")
+        int, Ge(1), CHANGEABLE, Doc("Rows whose logits are held at a time; affects memory only.")
     ] = 4096
 
 
@@ -213,17 +217,17 @@ class CodSection:
     retention: Annotated[
         float, Interval(gt=0, le=1), Doc("r: depth d is kept with probability r ** d.")
     ] = 0.8
-    floor: Annotated[float, Interval(ge=0, le=1), Doc("But at least with this probability.")] = 0.0
+    floor: Annotated[float, Interval(ge=0, le=1), Doc("Lower bound of that probability.")] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSection:
     """Where it runs, what it writes and how often."""
 
-    folder: Annotated[str, MinLen(1), CHANGEABLE, Doc("Everything is written into it.")] = (
+    folder: Annotated[str, MinLen(1), CHANGEABLE, Doc("Where everything is written.")] = (
         "runs/latest"
     )
-    seed: Annotated[int, Ge(0), Doc("Of first weights, order of rows and drawn depths.")] = 0
+    seed: Annotated[int, Ge(0), Doc("Of initial weights, row order and drawn depths.")] = 0
     device: Annotated[str, CHANGEABLE, Doc("auto, cpu, cuda, cuda:1 ...")] = "auto"
     compile: Annotated[bool, CHANGEABLE, Doc("Compile the layers on a GPU.")] = True
     sharding: Annotated[
@@ -246,10 +250,10 @@ class RunSection:
     log_every: Annotated[int, Ge(1), CHANGEABLE, Doc("Steps between two lines.")] = 20
     checkpoint_every: Annotated[int, Ge(1), CHANGEABLE, Doc("Steps.")] = 500
     keep_checkpoints: Annotated[int, Ge(1), CHANGEABLE, Doc("Older ones are deleted.")] = 2
-    evaluate_every: Annotated[int, Ge(0), CHANGEABLE, Doc("Steps; 0: at the end alone.")] = 500
+    evaluate_every: Annotated[int, Ge(0), CHANGEABLE, Doc("Steps; 0: only at the end.")] = 500
     evaluate_rows: Annotated[int, Ge(1), CHANGEABLE, Doc("Held-out rows, at most.")] = 64
     evaluate_tokens: Annotated[
-        int, Ge(1), CHANGEABLE, Doc("K up to which acceptance is computed, if trained.")
+        int, Ge(1), CHANGEABLE, Doc("Largest K to compute acceptance for, if it was trained.")
     ] = 16
 
 
@@ -274,7 +278,7 @@ class Recipe:
             )
         if self.data.features == "vllm" and self.head.copy_target_layers:
             raise ConfigError(
-                "head.copy_target_layers needs the target's layers, which vLLM keeps to itself",
+                "head.copy_target_layers needs the target's layers, which vLLM does not expose",
                 hint="set it to false, or train without data.features: vllm",
             )
         if self.data.more and self.data.features not in (None, "vllm"):
@@ -292,7 +296,7 @@ class Recipe:
             return
         if head.method != "p-eagle" or head.start_from is None:
             raise ConfigError(
-                "head.correction_size trains a correction for a p-eagle head that there is",
+                "head.correction_size trains a correction for an existing p-eagle head",
                 hint="name it: head.start_from=HEAD",
             )
 

@@ -127,7 +127,7 @@ def check_start(recipe: Recipe, *, resume: bool) -> list[str]:
             )
         if (folder / HEAD).is_dir():
             raise TrainingError(
-                f"{folder} already holds a head, and no checkpoint to go on from",
+                f"{folder} already holds a head, but no checkpoint to resume from",
                 hint="set run.folder to a new folder, or move the head away",
             )
         return []
@@ -150,7 +150,7 @@ def _check_changes(folder: Path, recipe: Recipe) -> list[str]:
     if fixed:
         raise TrainingError(
             f"{folder} was started with another recipe: {'; '.join(fixed)}",
-            hint=f"resume with its values, or {_new_run(folder)}",
+            hint=f"resume with the original values, or {_new_run(folder)}",
         )
     return [f"{name}: {change}" for name, change in changed.items()]
 
@@ -227,7 +227,7 @@ def _load_weights(network: nn.Module, stored: dict[str, Tensor], path: Path) -> 
     )
     if not fits:
         raise TrainingError(
-            f"{path} was written with other head sizes than this recipe's",
+            f"{path} was written for a head of other sizes than this recipe's",
             hint="resume with the recipe in RUN/recipe.json, or set run.folder to a new folder",
         )
     with torch.no_grad():

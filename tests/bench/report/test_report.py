@@ -224,9 +224,9 @@ def test_without_a_drafter_nothing_is_shaded_whatever_a_file_says() -> None:
 def test_answers_of_trees_stand_with_their_method_and_say_so() -> None:
     plain, _, p_eagle = make_samples()
     tree = replace(p_eagle, method="p-eagle N=15 (mine)")
-    shown = samples_block([tree, plain], ", with 1 request at once")
+    shown = samples_block([tree, plain], ", with 1 request at a time")
     assert re.findall("<h4>(.*?)</h4>", shown) == ["none", "p-eagle N=15 K=5"]
-    assert "First repeat, with 1 request at once." in shown
+    assert "First repeat, with 1 request at a time." in shown
     auto = samples_block([replace(p_eagle, method="p-eagle auto (mine)"), plain])
     assert re.findall("<h4>(.*?)</h4>", auto) == ["none", "p-eagle auto"]
 
@@ -357,7 +357,7 @@ def test_loads_where_speculation_loses_are_named() -> None:
     grid = modelled_grid(loads=(1, 16, 512))
     words = " ".join(sentences(grid, tune(grid)))
     assert "Speculation should be off with 512 requests at once" in words
-    assert "The gain is largest with 1 request at once" in words
+    assert "The gain is largest with 1 request at a time" in words
 
 
 def test_the_losslessness_verdict_depends_on_the_gaps() -> None:

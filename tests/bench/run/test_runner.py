@@ -282,7 +282,7 @@ def test_few_prompts_for_many_streams_are_remarked(
     watcher = Watcher()
     keys: dict[str, Any] = {"concurrency": 3, "repeats": 1, "answers_per_stream": 4}
     results = run_grid(watcher, model=model, workload=prompts, out=str(tmp_path), **keys)
-    assert any("4 prompts, asked again until each of 3 streams" in note for note in watcher.notes)
+    assert any("4 prompts, repeated until each of 3 streams" in note for note in watcher.notes)
     (run,) = results.cells[0].repeats
     assert (run.num_requests, run.num_repeated) == (12, 2)  # conversations of two turns
     assert run.steady_otps is not None

@@ -111,7 +111,7 @@ def differences_block(differences: Sequence[AnswerDifference]) -> str:
         for d in differences
     ]
     columns = ("setting", "workload, load", "prompt", "token", "none says", "it says", "gap")
-    caption = "First token that differs, one row an answer"
+    caption = "First token that differs, one row per answer"
     inner = table(columns, rows, caption=caption, kind="grid", words=(1, 2, 4, 5))
     return details(counted(len(rows), "difference"), inner)
 

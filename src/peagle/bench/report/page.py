@@ -97,7 +97,7 @@ def _repeats(results: Results) -> str:
         "Speeds are medians over the repeats, \N{PLUS-MINUS SIGN} their 95 % interval; of two "
         "repeats the range. Gains are over method none under the same load, with 95 % intervals: "
         "\N{BLACK UP-POINTING TRIANGLE} sure gain, \N{BLACK DOWN-POINTING TRIANGLE} sure loss, "
-        "\N{ALMOST EQUAL TO} not to be told from none."
+        "\N{ALMOST EQUAL TO} no clear difference."
     )
 
 
@@ -169,8 +169,8 @@ def _partial_banner(results: Results) -> str:
     broken = any(run.partial for cell in results.cells for run in cell.repeats)
     if not results.partial and not broken:
         return ""
-    what = "The grid is not finished." if results.partial else "Some repeats were cut short."
-    words = f"Partial results. {what} Missing cells are dashes, repeats cut short are marked."
+    what = "The grid is unfinished." if results.partial else "Some repeats were cut short."
+    words = f"Partial results. {what} Missing cells are dashes; repeats cut short are marked."
     listed = bullets(text(error) for error in dict.fromkeys(errors))
     return f'<div class="partial" role="note"><p>{text(words)}</p>\n{listed}</div>'
 

@@ -143,7 +143,7 @@ def acceptance_plot(results: Results) -> Plot | None:
         return None
 
     def finish(axes: Axes) -> None:
-        axes.set(xlabel="K (draft tokens a step)", ylabel="tokens a step with drafts")
+        axes.set(xlabel="K (draft tokens per step)", ylabel="tokens per step with drafts")
         axes.set_ylim(1, top * 1.08)
 
     words = "; ".join(

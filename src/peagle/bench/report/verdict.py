@@ -45,10 +45,12 @@ class KeyFigure:
 
 def headline(tuning: Tuning | None) -> str:
     if tuning is None:
-        return "What speculation gains is not known: method none was not measured at a concurrency."
+        return (
+            "The gain from speculation is unknown: method none was not measured at any concurrency."
+        )
     advice = tuning.overall
     if advice.off:
-        return f"Speculation does not pay over all of this traffic: {advice.why}."
+        return f"Speculation does not pay off over all of this traffic: {advice.why}."
     gain = advice.best.gain
     sure = "too few for an interval" if gain.low is None else "95 % interval"
     return (
@@ -121,7 +123,7 @@ def sentences(results: Results, tuning: Tuning | None) -> Iterator[str]:
 def load_in_words(load: str) -> str:
     if load.endswith("/s"):
         return f"at {load.removesuffix('/s')} requests per second"
-    return "with 1 request at once" if load == "1" else f"with {load} requests at once"
+    return "with 1 request at a time" if load == "1" else f"with {load} requests at once"
 
 
 def _speed(tuning: Tuning) -> Iterator[str]:
@@ -143,7 +145,7 @@ def _speed(tuning: Tuning) -> Iterator[str]:
         yield f"Speculation should be off {load_in_words(advice.load)}: {advice.why}."
     losing = [a for a in tuning.by_place if a.off and a.load not in {b.load for b in off}]
     if losing:
-        yield f"It does not pay for {joined([_place(a) for a in losing])}."
+        yield f"It does not pay off for {joined([_place(a) for a in losing])}."
 
 
 def _place(advice: Advice) -> str:
@@ -194,10 +196,10 @@ def lossless_verdict(lossless: Lossless | None, dtype: str) -> str:
     if found.largest_gap is None:
         return f"{differ} from plain decoding's; how close the tokens were is not known."
     if found.largest_gap > _near_tie(dtype):
-        return f"{differ} by more than rounding in {dtype} was seen to explain. Look into it."
+        return f"{differ} by more than rounding in {dtype} usually explains. Look into it."
     too = ", as plain answers do between loads" if plain is not None and plain.different else ""
     return (
-        f"Same output up to rounding: where answers part, the two tokens were nearly tied, and "
+        f"Same output up to rounding: where answers diverge, the two tokens were nearly tied, and "
         f"{dtype} breaks such ties either way{too}."
     )
 

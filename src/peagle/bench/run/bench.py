@@ -119,8 +119,8 @@ def _tell_of_repeats(workloads: Sequence[Workload], plan: BenchPlan, note: Note)
             prompts = counted(len(workload.tasks), "prompt")
             answers = counted(plan.answers_per_stream, "answer")
             note(
-                f"{workload.name} has {prompts}, asked again until each of "
-                f"{counted(streams, 'stream')} has given {answers}"
+                f"{workload.name} has {prompts}, repeated until each of "
+                f"{counted(streams, 'stream')} has produced {answers}"
             )
 
 

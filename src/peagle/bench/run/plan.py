@@ -21,6 +21,7 @@ SAGEMAKER = "sagemaker:"  # before an endpoint's name
 NGRAM, P_EAGLE = "ngram", "p-eagle"
 AUTO, FIXED = get_args(SpeculationMode)
 NEEDED = {"model": "MODEL", "out": "--out DIR"}  # key -> how to give it
+MOST_REPEATS = 1000
 # Keys that go to the engine under the same names, and those that vLLM alone knows.
 ENGINE_KEYS = (
     *("dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
@@ -84,6 +85,7 @@ class BenchPlan:
         for name in (*counts, "num_prompts"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "1 or more")
+        _require(self.repeats <= MOST_REPEATS, "repeats", self.repeats, f"1 to {MOST_REPEATS}")
         _require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 or more")
         _require(self.warmup is None or self.warmup >= 0, "warmup", self.warmup, "0 or more")
         for method in self.spec_method:

@@ -169,7 +169,7 @@ def validate(results: Results) -> Validation:
     if not timed:
         raise DataError(
             "no cell has step times to predict from",
-            hint="run peagle bench on the embedded engine: others show no draft and verify times",
+            hint="run peagle bench on the embedded engine: others report no draft and verify times",
         )
     checked = tuple(
         _check(cell, [c for c in timed if c.workload == cell.workload]) for cell in timed

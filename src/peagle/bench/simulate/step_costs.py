@@ -128,7 +128,7 @@ def _read(
     if not by_size or not min(by_size) <= size <= max(by_size):
         raise ConfigError(
             f"no measured step times around {what}, concurrency {concurrency}",
-            hint="ask for points inside the measured ones",
+            hint="ask for points within the measured range",
         )
     return between(by_size, size)
 

@@ -90,7 +90,7 @@ class StatesClient:
                 raise self._refused(len(token_ids), error) from None
             self.still_alive()
             raise DataError(
-                f"{self.endpoint.url} gives no hidden states: {error}",
+                f"{self.endpoint.url} returned no hidden states: {error}",
                 hint="see the server's log; `peagle train --resume` goes on from the last "
                 "checkpoint",
             ) from None
@@ -113,7 +113,7 @@ class StatesClient:
         """Where the states are. Deleted after reading, so nothing but states may be named."""
         named = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
         if not isinstance(named, str) or not named.endswith(".safetensors"):
-            raise DataError(f"{self.endpoint.url} hands over no hidden states", hint=NO_STATES_HINT)
+            raise DataError(f"{self.endpoint.url} returns no hidden states", hint=NO_STATES_HINT)
         path = Path(named)
         if path.parent.name != folder_name(self.layer_ids):
             raise DataError(
@@ -145,8 +145,8 @@ def read_states(path: Path, timeout: float) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise DataError(
             f"vLLM's hidden states at {path} cannot be read: {error}",
-            hint="we and vLLM must see one file system, with room; vllm.folder says where we see "
-            "it, and the server's log may say more",
+            hint="this process and vLLM must share a file system with enough free space; "
+            "vllm.folder is its path here, and the server's log may say more",
         ) from None
 
 

@@ -75,7 +75,7 @@ def open_features(
         )
     if world_size > 1:
         raise ConfigError(
-            "several training processes need one vLLM server between them",
+            "several training processes must share one vLLM server",
             hint="start what `peagle train RECIPE --vllm-command` prints, and set vllm.endpoint",
         )
     root, num_requests = make_room(section, need)
@@ -254,8 +254,8 @@ class VllmServer:
         code = self._process.exit_code
         if code is not None:
             raise ModelError(
-                f"vLLM ended with {code}: {last_words(self._log_lines())}",
-                hint=f"its log is {self.log}",
+                f"vLLM exited with code {code}: {last_words(self._log_lines())}",
+                hint=f"see its log: {self.log}",
             )
 
     def _log_lines(self) -> list[str]:
@@ -269,7 +269,7 @@ class VllmServer:
                 self.close()
                 raise ModelError(
                     f"vLLM was not ready after {timeout / 60:.0f} minutes",
-                    hint=f"its log is {self.log}; vllm.start_minutes allows more",
+                    hint=f"see its log: {self.log}; vllm.start_minutes gives it more time",
                 )
             time.sleep(START_PAUSE)
 
