@@ -117,7 +117,7 @@ def test_the_end_of_an_api_server_ends_the_server_when_open_answers_are_finished
         ends = [rest_of(answer) for answer in answers]
         code, log = running.end()
     assert code == 2
-    assert "peagle-api-server-1 has ended" in "".join(log)
+    assert "error: peagle-api-server-1 has ended" in "".join(log)
     assert all(end is None or end.endswith("data: [DONE]\n\n") for end in ends)
     assert any(ends)
 

@@ -34,7 +34,7 @@ from peagle.errors import BackendError, ConfigError
 from peagle.server.app import Service, make_app
 from peagle.server.async_llm import AsyncLLM, OpenAnswers
 from peagle.server.config import API_KEY_VARIABLE, ServerConfig, read_api_key
-from peagle.server.engine_loop import Failed, engine_process
+from peagle.server.engine_loop import engine_process
 from peagle.server.errors import ApiError
 from peagle.server.guards import JsonLines
 from peagle.server.metrics import ServerMetrics
@@ -152,13 +152,13 @@ def serve_http(
         asyncio.run(server.serve([listener]))
         for one in others:  # they finish their answers
             one.process.join(seat.config.shutdown_timeout)
-    failure = server.failure
+    failure, hint = service.llm.failure, "its log stands above"
+    if server.received is None and server.lost is not None:
+        raise BackendError(f"{server.lost.process.name} has ended", hint=hint)
     if server.received is None and failure is not None:
         if failure.is_users:
             raise ConfigError(failure.message, hint=failure.hint)
-        raise BackendError(
-            f"the engine has stopped: {failure.message}", hint="its log stands above"
-        )
+        raise BackendError(f"the engine has stopped: {failure.message}", hint=hint)
     return server.received
 
 
@@ -295,13 +295,9 @@ class HttpServer(uvicorn.Server):
         super().__init__(uvicorn_config(make_app(service, api_key), service.config))
         self._llm, self._others, self._control = service.llm, others, control
         self.received: int | None = None
-        self.lost: Failed | None = None  # another API server
+        self.lost: OtherApiServer | None = None  # one that has ended by itself
         self.is_orphan = False
         self.on_ready: Callable[[], None] = lambda: None
-
-    @property
-    def failure(self) -> Failed | None:
-        return self.lost or self._llm.failure
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """asyncio accepts as many connections at a time as the backlog is long. With several API
@@ -350,7 +346,7 @@ class HttpServer(uvicorn.Server):
         """They never write: this is the end of one."""
         asyncio.get_running_loop().remove_reader(one.control.fileno())
         if not self.should_exit:
-            self.lost = Failed(f"{one.process.name} has ended")
+            self.lost = one
             self._exit()
 
     async def _watch(self) -> None:
