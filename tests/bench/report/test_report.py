@@ -348,9 +348,7 @@ def test_differences_without_speculation_are_told_apart_from_those_with_it() -> 
     assert "all 60 are the same" in " ".join(lossless_details(same, "bfloat16"))
     assert "as plain answers do" not in lossless_verdict(same, "bfloat16")
     wrong = replace(found, speculative=Agreement(240, 20, 9, 0.1, 3.0))
-    assert "more than rounding in bfloat16 usually explains" in lossless_verdict(
-        wrong, "bfloat16"
-    )
+    assert "more than rounding in bfloat16 usually explains" in lossless_verdict(wrong, "bfloat16")
 
 
 @pytest.mark.usefixtures("one_plot")
