@@ -160,7 +160,7 @@ def test_heads_says_that_there_are_none(shell: Shell) -> None:
     assert shell("heads") == 0
     assert "no heads ship" in shell.err
     shell("heads", "--json")
-    assert shell.json == []
+    assert shell.json["shipped"] == []
 
 
 def test_heads_are_listed(shell: Shell, shipped: list[SimpleNamespace]) -> None:
@@ -168,4 +168,4 @@ def test_heads_are_listed(shell: Shell, shipped: list[SimpleNamespace]) -> None:
     assert shell("heads") == 0
     assert "smollm2-135m-p-eagle" in shell.out
     shell("heads", "--json")
-    assert shell.json[0]["num_speculative_tokens"] == 7
+    assert shell.json["shipped"][0]["num_speculative_tokens"] == 7

@@ -80,6 +80,9 @@ def test_the_deepest_k_of_a_head_is_allowed(shell: Shell) -> None:
 
 
 def test_released_models_are_listed_with_their_heads(shell: Shell) -> None:
+    assert shell("heads", "--json") == 0
+    assert "gpt-oss-20b" in {head["target"] for head in shell.json["released"]}
+    assert {head["path"] for head in shell.json["shipped"]}
     assert shell("heads") == 0
     assert "amazon/gpt-oss-120b-p-eagle" in shell.out
     assert "amazon/gemma-4-31B-it-P-EAGLE (not confirmed)" in shell.out

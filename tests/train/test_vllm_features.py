@@ -286,7 +286,7 @@ def test_what_needs_the_targets_layers_is_refused_with_the_recipe(tmp_path: Path
 
 
 def test_several_processes_do_not_start_a_server_each(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="one vLLM server between them"):
+    with pytest.raises(ConfigError, match="must share one vLLM server"):
         open_features(VllmSection(), need(8), DEEP.make_target(), tmp_path / "log", world_size=2)
 
 

@@ -104,7 +104,7 @@ def test_closing_ends_the_server_with_its_children_and_deletes_its_folder(tmp_pa
     assert not is_healthy(f"{server.url}/health")
     assert not is_running(child)
     assert not root.exists()
-    with pytest.raises(ModelError, match="vLLM ended"):
+    with pytest.raises(ModelError, match="vLLM exited"):
         server.still_alive()
 
 

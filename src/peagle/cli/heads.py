@@ -13,28 +13,31 @@ RELEASED_COLUMNS = ("model", "K", "head")
 
 def heads(as_json: Json = False) -> None:
     """List the heads that ship with peagle, and released ones that vLLM serves by name."""
+    from peagle.backends.vllm.released import released_models
+
     rows = [
         (head.name, head.method, head.target, head.num_speculative_tokens, str(head.path))
         for head in engines.shipped_heads()
     ]
     if as_json:
         keys = ("name", "method", "target", "num_speculative_tokens", "path")
-        render.print_json([dict(zip(keys, row, strict=True)) for row in rows])
+        shipped = [dict(zip(keys, row, strict=True)) for row in rows]
+        released = [
+            {"name": m.head, "target": m.name, "num_speculative_tokens": m.num_speculative_tokens}
+            | {"confirmed": m.confirmed}
+            for m in released_models().values()
+        ]
+        render.print_json({"shipped": shipped, "released": released})
         return
     if rows:
         _print("Shipped heads", COLUMNS, rows)
     else:
         render.note("no heads ship with this version; --spec-method ngram needs none")
-    _print("Released: peagle serve MODEL --backend vllm", RELEASED_COLUMNS, _released())
-
-
-def _released() -> list[tuple[str, int, str]]:
-    from peagle.backends.vllm.released import released_models
-
-    return [
+    listed = [
         (m.name, m.num_speculative_tokens, m.head if m.confirmed else f"{m.head} (not confirmed)")
         for m in released_models().values()
     ]
+    _print("Released: peagle serve MODEL --backend vllm", RELEASED_COLUMNS, listed)
 
 
 def _print(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
