@@ -12,6 +12,7 @@ import torch
 
 from peagle.checkpoints.targets import has_native_target, load_adapted, load_target
 from peagle.engine.request import Request
+from peagle.engine.scheduler import Schedule
 from peagle.models.drafter import Drafter
 from peagle.models.ngram import NgramDrafter
 from peagle.models.target import TargetModel
@@ -124,8 +125,20 @@ def test_when_a_request_begins_as_an_earlier_one_did(model: Model) -> None:
 
 
 def test_when_requests_are_preempted(model: Model) -> None:
-    drafter = drafters.mixed(known(model))
-    room = engines.room_for(52, model.target, None)
-    options = {"max_model_len": 52, "max_num_batched_tokens": 16, **room}
-    requests = run(model, drafter, 4, **options)
+    """At any time: those with windows need so little memory that it would not run short."""
+    engine = engines.make_engine(model.target, drafters.mixed(known(model)), 4, max_model_len=52)
+    scheduler, num_steps = engine.scheduler, 0
+    schedule = scheduler.schedule
+
+    def preempting() -> Schedule:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps % 5 == 0 and scheduler.running:
+            scheduler._preempt(next(reversed(scheduler.running.values())))
+        return schedule()
+
+    scheduler.schedule = preempting  # type: ignore[method-assign]
+    jobs = [Job(prompt, PARAMS, joins=n) for n, prompt in enumerate(PROMPTS)]
+    requests = engines.run(engine, jobs)
+    assert engines.answers_of(requests) == model.answers
     assert sum(r.num_preemptions for r in requests) > 0
