@@ -90,12 +90,6 @@ MUTANTS = (
     Mutant("server/async_llm.py", "if self.total <= most:", "if self.total < most:", OPEN_ANSWERS),
     Mutant(
         "server/engine_loop.py",
-        "timeout = ROOM_SECONDS if has_news else None",
-        "timeout = None",
-        CHANNELS,
-    ),
-    Mutant(
-        "server/engine_loop.py",
         "for request in list(channel.open.values()):",
         "for request in ():",
         CHANNELS,

@@ -173,3 +173,22 @@ def test_a_tokenizer_that_changes_decoded_text_decodes_itself() -> None:
     shouts = Shouts(tokenizer_object=byte_tokenizer().backend_tokenizer)
     for tokenizer in (cleans, shouts, ByteTokenizer()):
         assert decoder_of(tokenizer) is tokenizer
+
+
+class Words:
+    """A token's text depends on whether one stands before it, as with SentencePiece."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return " ".join(f"w{token}" for token in token_ids)
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)])
+@pytest.mark.parametrize("size", [1, 3, 7, 40])
+def test_long_texts_keep_what_stands_between_tokens(stop: tuple[str, ...], size: int) -> None:
+    """Longer than the window, however many tokens come at once."""
+    token_ids, tokenizer = list(range(100)), Words()
+    detokenizer = Detokenizer(tokenizer, stop)
+    for first in range(0, len(token_ids), size):
+        detokenizer.extend(token_ids[first : first + size])
+        shown = tokenizer.decode(token_ids[: first + size], skip_special_tokens=True)
+        assert detokenizer.text == shown
