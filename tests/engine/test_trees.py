@@ -353,3 +353,34 @@ def test_looked_at_trees_are_those_that_were_verified(static: bool, auto: bool) 
         rest = answer[tree.num_outputs :]
         assert rest[: len(written)] == written[: len(rest)]
         assert all(parent < node for node, parent in enumerate(tree.parents, start=1))
+
+
+@engines.both_forms
+@pytest.mark.parametrize("ends", ["stop", "preempted"])
+def test_no_tree_is_kept_of_a_step_whose_tokens_are_not(static: bool, ends: str) -> None:
+    """Collected late, it may be of a request that has ended or begins again."""
+    jobs = jobs_of([SamplingParams(temperature=0.0, max_tokens=30)], 3)
+    drafter, requests = scripted(jobs, (0, 1, 2)), []
+    engine = engines.make_engine(target(), drafter, k=4, nodes=12, static=static)
+    for job in jobs:
+        answer, params = naive.answer(target(), job), job.params
+        if ends == "stop":
+            last = next(t for n, t in enumerate(answer) if n > 14 and t not in answer[:n])
+            params = SamplingParams(temperature=0.0, max_tokens=30, stop_token_ids=(last,))
+        requests.append(engine.add_request("", job.prompt, params))
+    for request in requests:
+        request.draft_trees = []
+    while engine.has_unfinished:
+        engine.step()
+        slot, request = engine.scheduler.slot_of(requests[0]), requests[0]
+        is_due = request.num_outputs > 9 and not request.num_preemptions
+        if ends == "preempted" and slot and is_due:
+            engine.scheduler._preempt(slot)
+    for request in requests:
+        trees = request.draft_trees
+        assert trees is not None
+        assert len(trees) == request.stats.num_drafts > 2
+        assert sum(len(tree.token_ids) for tree in trees) == request.stats.num_draft_tokens
+        starts = [tree.num_outputs for tree in trees]
+        assert starts == sorted(set(starts))
+        assert starts[-1] < request.num_outputs
