@@ -247,6 +247,22 @@ def test_blocks_are_taken_for_all_rows_even_where_there_are_few(
     assert drafted[0] == drafted[1]
 
 
+def test_first_drafts_of_a_beam_are_as_deep_while_another_request_waits() -> None:
+    """It waits for the blocks of a prompt that both begin with, so none are taken ahead."""
+    params = SamplingParams(temperature=0.0, max_tokens=9)
+    jobs = [Job([*range(1, 10), own], params) for own in (3, 4)]
+    drafter, first_drafts = beam(jobs, (0,)), []
+    for count in (1, 2):
+        options = {"block_size": 1, "enable_prefix_caching": True}
+        engine = engines.make_engine(target(), drafter, 8, nodes=12, **options)
+        requests = [engine.add_request("", job.prompt, params) for job in jobs[:count]]
+        engine.step()
+        assert len(engine.scheduler.waiting) == count - 1
+        requests[0].draft_trees = first_drafts
+        engine.step()
+    assert first_drafts[0] == first_drafts[1]
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_rows_of_a_beam_stay_within_the_blocks_of_their_request(static: bool) -> None:
     """And they find room up to the last step that drafts."""
