@@ -247,6 +247,22 @@ def test_blocks_are_taken_for_all_rows_even_where_there_are_few(
     assert drafted[0] == drafted[1]
 
 
+def test_first_drafts_of_a_beam_are_as_deep_while_another_request_waits() -> None:
+    """It waits for the blocks of a prompt that both begin with, so none are taken ahead."""
+    params = SamplingParams(temperature=0.0, max_tokens=9)
+    jobs = [Job([*range(1, 10), own], params) for own in (3, 4)]
+    drafter, first_drafts = beam(jobs, (0,)), []
+    for count in (1, 2):
+        options = {"block_size": 1, "enable_prefix_caching": True}
+        engine = engines.make_engine(target(), drafter, 8, nodes=12, **options)
+        requests = [engine.add_request("", job.prompt, params) for job in jobs[:count]]
+        engine.step()
+        assert len(engine.scheduler.waiting) == count - 1
+        requests[0].draft_trees = first_drafts
+        engine.step()
+    assert first_drafts[0] == first_drafts[1]
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_rows_of_a_beam_stay_within_the_blocks_of_their_request(static: bool) -> None:
     """And they find room up to the last step that drafts."""
@@ -353,3 +369,34 @@ def test_looked_at_trees_are_those_that_were_verified(static: bool, auto: bool) 
         rest = answer[tree.num_outputs :]
         assert rest[: len(written)] == written[: len(rest)]
         assert all(parent < node for node, parent in enumerate(tree.parents, start=1))
+
+
+@engines.both_forms
+@pytest.mark.parametrize("ends", ["stop", "preempted"])
+def test_no_tree_is_kept_of_a_step_whose_tokens_are_not(static: bool, ends: str) -> None:
+    """Collected late, it may be of a request that has ended or begins again."""
+    jobs = jobs_of([SamplingParams(temperature=0.0, max_tokens=30)], 3)
+    drafter, requests = scripted(jobs, (0, 1, 2)), []
+    engine = engines.make_engine(target(), drafter, k=4, nodes=12, static=static)
+    for job in jobs:
+        answer, params = naive.answer(target(), job), job.params
+        if ends == "stop":
+            last = next(t for n, t in enumerate(answer) if n > 14 and t not in answer[:n])
+            params = SamplingParams(temperature=0.0, max_tokens=30, stop_token_ids=(last,))
+        requests.append(engine.add_request("", job.prompt, params))
+    for request in requests:
+        request.draft_trees = []
+    while engine.has_unfinished:
+        engine.step()
+        slot, request = engine.scheduler.slot_of(requests[0]), requests[0]
+        is_due = request.num_outputs > 9 and not request.num_preemptions
+        if ends == "preempted" and slot and is_due:
+            engine.scheduler._preempt(slot)
+    for request in requests:
+        trees = request.draft_trees
+        assert trees is not None
+        assert len(trees) == request.stats.num_drafts > 2
+        assert sum(len(tree.token_ids) for tree in trees) == request.stats.num_draft_tokens
+        starts = [tree.num_outputs for tree in trees]
+        assert starts == sorted(set(starts))
+        assert starts[-1] < request.num_outputs

@@ -102,6 +102,10 @@ def test_what_followed_more_often_longer_or_later_is_more_probable() -> None:
     assert tree([1, 2, 3, 4], 5, 3) == {}
 
 
+def test_matches_of_any_length_become_a_tree() -> None:
+    assert list(tree([1, 2, 3] * 400, 3, 3, longest=1000)) == [(1,), (1, 2), (1, 2, 3)]
+
+
 def test_ids_that_are_surrogates_as_code_points_are_ids_like_any_other() -> None:
     assert draft([0xD800, 0xDC00, 7, 8, 0xD800, 0xDC00], 2) == [7, 8]
 

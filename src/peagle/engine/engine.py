@@ -328,10 +328,10 @@ class Engine:
         rows = step.report.rows()[: len(step.slots)]
         seconds = self.clock.count(step.report.marks, step.num_requests)
         self._learn(step, rows, seconds)
-        if step.shown:
-            self._keep_trees(step, rows)
         indices, (num_new, num_drafts), batch = step.indices, rows[:, :2].T, self.scheduler.batch
         is_open = batch.serials[indices] == step.serials
+        if step.shown:
+            self._keep_trees(step, rows, is_open)
         batch.in_flight[indices[is_open]] -= 1
         batch.num_computed[indices[is_open]] += num_new[is_open]
         continues = is_open & self._continues(indices, rows)
@@ -352,12 +352,15 @@ class Engine:
             self._draft_on_host([s for s in step.slots if not s.closed])
         return news
 
-    def _keep_trees(self, step: InFlight, rows: NDArray[np.int64]) -> None:
+    def _keep_trees(
+        self, step: InFlight, rows: NDArray[np.int64], is_open: NDArray[np.bool_]
+    ) -> None:
+        """Of requests that take the step's tokens: not of those that have ended meanwhile."""
         paths = _paths(rows, np.maximum(rows[:, 0] - 1, 0), is_tree=step.is_tree)
         for n, (token_ids, parents) in step.shown.items():
             num_new, num_drafts = rows[n, :2].tolist()
             request = step.slots[n].request
-            if num_new and num_drafts and request.draft_trees is not None:
+            if is_open[n] and num_new and num_drafts and request.draft_trees is not None:
                 accepted = paths[n, : num_new - 1].tolist()
                 bonus = int(rows[n, HEADER + num_new - 1])
                 drafts = token_ids[:num_drafts], parents[:num_drafts]

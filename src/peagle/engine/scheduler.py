@@ -197,8 +197,9 @@ class Scheduler:
 
     @staticmethod
     def _first_tokens(request: Request, most: int) -> int:
-        """Those that are known, and the first step's."""
-        return min(request.num_tokens + request.max_drafts + 1, most)
+        """Those that are known, and the first drafts': verified, or in the drafter's cache."""
+        num_rows = max(request.max_drafts, request.num_draft_rows)
+        return min(request.num_tokens + num_rows + 1, most)
 
     def _open(self, request: Request, limit: int, num_cached: int) -> Slot:
         self._num_admitted += 1

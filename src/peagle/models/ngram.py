@@ -12,6 +12,7 @@ from peagle.models.drafter import CacheLayout, SequenceDraft
 
 MAX_MATCHES = 16  # whose continuations become a tree
 WEIGHT_PER_TOKEN = 4.0  # that a match is longer
+MAX_WEIGHTED_TOKENS = 64  # beyond them longer is no better; powers of more overflow
 
 
 @dataclass
@@ -69,7 +70,8 @@ class NgramDrafter:
         nodes: list[_Node] = []
         found = islice(self._matches(history), MAX_MATCHES) if depth else ()
         for rank, (start, size) in enumerate(found, start=1):
-            weight = WEIGHT_PER_TOKEN ** (size - self.shortest) / rank
+            extra = min(size - self.shortest, MAX_WEIGHTED_TOKENS)
+            weight = WEIGHT_PER_TOKEN**extra / rank
             node = root
             node.weight += weight
             for token in _continuation(history, start, depth):
