@@ -102,7 +102,6 @@ def results_page() -> str:
         step_costs,
         same_tokens,
         acceptance,
-        temperatures,
         training,
         long_sequences,
         speed_on_a_cpu,
@@ -595,32 +594,6 @@ H200 (`heads_h200.json`). In parentheses without answers that fall into a loop, 
 predicts almost perfectly.
 
 {table(["head", "K", *SETS.values()], rows)}"""
-
-
-def temperatures() -> str:
-    found = result("temperatures_cpu")
-    work, cells = found["workload"], found["cells"]
-    deepest = max(work["depths"])
-    names = [*(f"chain of {k}" for k in work["depths"]), *(f"tree of {n}" for n in work["nodes"])]
-    rows = []
-    for temperature in work["temperatures"]:
-        own = [c for c in cells if c["temperature"] == temperature]
-        lengths = {(c["K"], c["N"]): c["mean_acceptance_length"] for c in own}
-        gains = [times(lengths[deepest, n] / lengths[deepest, None]) for n in work["nodes"]]
-        shown = (f"{a:.2f} ({c['without_looping']:.2f})" for a, c in pairs(lengths.values(), own))
-        rows.append([f"{temperature:g}", *shown, *gains])
-    over_chain = [f"tree of {n} over chain of {deepest}" for n in work["nodes"]]
-    different = sum(c["different_answers"] for c in cells)
-    compared = (len(cells) - len(rows)) * work["num_prompts"]  # with the first chain's
-    return f"""\
-## Trees at several temperatures
-
-Mean acceptance length of the shipped P-EAGLE head with coupled verification, in parentheses without
-looping answers: first turns of {work["num_prompts"]} prompts of MT-Bench, {work["max_tokens"]} new
-tokens, {work["dtype"]} on a CPU (`temperatures_cpu.json`). Trees are at most {deepest} deep. All
-share their noise, and so their answers ({different} of {compared} differ).
-
-{table(["temperature", *names, *over_chain], rows)}"""
 
 
 def training() -> str:
