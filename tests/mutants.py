@@ -256,13 +256,13 @@ MUTANTS = (
     ),
     Mutant(
         "engine/scheduler.py",
-        "next(reversed(self.running.values()))",
-        "next(iter(self.running.values()))",
+        "(slot, without):\n            self._preempt(next(reversed(self.running.values())))",
+        "(slot, without):\n            self._preempt(next(iter(self.running.values())))",
         SCHEDULER,
     ),
     Mutant(
         "engine/scheduler.py",
-        "request.num_tokens + request.max_drafts + 1",
+        "request.num_tokens + num_rows + 1",
         "request.num_tokens",
         SCHEDULER,
     ),

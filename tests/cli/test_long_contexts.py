@@ -116,7 +116,9 @@ def test_a_head_goes_on_with_long_conversations(
         "run.log_every": 1,
     }
     changes = [f"{key}={value}" for key, value in overrides.items()]
-    assert command("train", str(RECIPES / "smollm2-135m-p-eagle-long.yaml"), *changes) == 0
+    assert (
+        command("train", str(RECIPES / "smollm2-135m-p-eagle-long.yaml"), "--json", *changes) == 0
+    )
     assert command.json["step"] == 2
     losses = [line["loss"] for line in read_metrics(tmp_path / "run") if line["kind"] == "train"]
     assert len(losses) == 2

@@ -5,4 +5,5 @@ prompts       lines of prompts; conversations from files and Hugging Face datase
 fingerprints  which tokenizer and which chat template made a dataset
 summary       a dataset in a few numbers
 packing       several documents in one packed row, positions restarting with each
+chat_formats  the reasoning and the tool calls of an answer, by model family
 """

@@ -28,7 +28,7 @@ JOBS = [Job(p, GREEDY, joins=n) for n, p in enumerate([*prompts(3, seed=5), list
 def test_captured_steps_say_what_a_cpu_says(name: str, nodes: int | None, tmp_path: Path) -> None:
     family = (FAMILIES | ADAPTED | RECOMPUTED)[name]
     save_reference(tmp_path, family(vocab_size=VOCAB, max_position_embeddings=96))
-    compare_devices(tmp_path, nodes)
+    assert_devices_agree(tmp_path, nodes)
 
 
 @pytest.mark.parametrize("nodes", [None, 6])
@@ -37,10 +37,10 @@ def test_low_bit_experts_say_what_expanded_ones_say_on_a_cpu(
     kind: str, nodes: int | None, tmp_path: Path
 ) -> None:
     LOW_BIT[kind](tmp_path)
-    compare_devices(tmp_path, nodes)
+    assert_devices_agree(tmp_path, nodes)
 
 
-def compare_devices(folder: Path, nodes: int | None) -> None:
+def assert_devices_agree(folder: Path, nodes: int | None) -> None:
     load = load_target if has_native_target(folder) else load_adapted
     answers = []
     for device in ("cpu", "cuda"):
