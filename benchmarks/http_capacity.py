@@ -36,7 +36,7 @@ from peagle.provenance import provenance
 from peagle.sampling_params import SamplingParams
 from peagle.server.config import ServerConfig
 from peagle.server.engine_loop import run_engine
-from peagle.server.serving import Seat, listen, serve_http, started_engine
+from peagle.server.serving import ApiServerSetup, listen, serve_http, started_engine
 from peagle.speculation.statistics import SpecDecodeStats
 
 TEXT = "The answer to your question is that it depends, as most things do. "
@@ -136,7 +136,9 @@ def server_process(told: Connection, model: str, count: int, clock: Clock, profi
     listener = listen(config.host, 0)
     told.send(listener.getsockname()[1])
     with listener, started_engine(count, fake_engine, str(folder), clock) as channels, profile:
-        serve_http(Seat([model], folder, config, None), listener, channels, lambda text: None)
+        serve_http(
+            ApiServerSetup([model], folder, config, None), listener, channels, lambda text: None
+        )
     if isinstance(profile, cProfile.Profile):
         pstats.Stats(profile).sort_stats("tottime").print_stats(45)
 

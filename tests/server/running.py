@@ -17,7 +17,7 @@ from peagle.engine.llm import LLM
 from peagle.server.app import Service
 from peagle.server.config import ServerConfig
 from peagle.server.engine_loop import run_engine
-from peagle.server.serving import HttpServer, Seat, listen
+from peagle.server.serving import ApiServerSetup, HttpServer, listen
 
 NAME = "tiny"
 PATIENCE = 60.0  # seconds; a loaded machine is slow
@@ -69,7 +69,7 @@ def running_server(
     wait_for(lambda: bool(made) or not engine.is_alive())
     assert made, "the engine did not start"
     config = ServerConfig(**{"log_requests": False, **options})
-    service = Seat([NAME], made[0].model_path, config, api_key).service(ours)
+    service = ApiServerSetup([NAME], made[0].model_path, config, api_key).service(ours)
     listener = listen("127.0.0.1", 0)
     told, control = multiprocessing.Pipe()  # signals are the main thread's
     server = HttpServer(service, api_key, control=control)

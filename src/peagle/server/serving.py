@@ -65,8 +65,8 @@ def serve(
     count = config.api_server_count or default_api_server_count(engine.device)
     # 2. The engine loads in its own process, while HTTP already says that it is not ready.
     with listener, started_engine(count, engine_process, str(folder), engine, drafter) as channels:
-        seat = Seat(names_of(model, config), folder, config, api_key)
-        return serve_http(seat, listener, channels, note)
+        setup = ApiServerSetup(names_of(model, config), folder, config, api_key)
+        return serve_http(setup, listener, channels, note)
 
 
 def default_api_server_count(device: str) -> int:
@@ -107,7 +107,7 @@ def _end(process: BaseProcess) -> None:
 
 
 @dataclass(frozen=True)
-class Seat:
+class ApiServerSetup:
     """What an API server is told, beside its socket and its channel."""
 
     names: Sequence[str]
@@ -135,23 +135,23 @@ class Seat:
 
 
 def serve_http(
-    seat: Seat,
+    setup: ApiServerSetup,
     listener: socket.socket,
     channels: Sequence[Connection],
     note: Callable[[str], None],
 ) -> int | None:
     """As many API servers as there are channels; -> the signal that ended them."""
-    with other_api_servers(seat, listener, channels[1:]) as (seat, others):
-        service = seat.service(channels[0])
+    with other_api_servers(setup, listener, channels[1:]) as (setup, others):
+        service = setup.service(channels[0])
         log_to_stderr()
-        server = HttpServer(service, seat.api_key, others)
+        server = HttpServer(service, setup.api_key, others)
         host, port = listener.getsockname()[:2]
-        scheme = "https" if seat.config.ssl_certfile else "http"
+        scheme = "https" if setup.config.ssl_certfile else "http"
         address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         server.on_ready = lambda: note(f"ready: {address}/v1")
         asyncio.run(server.serve([listener]))
         for one in others:  # they finish their answers
-            one.process.join(seat.config.shutdown_timeout)
+            one.process.join(setup.config.shutdown_timeout)
     failure, hint = service.llm.failure, "its log stands above"
     if server.received is None and server.lost is not None:
         raise BackendError(f"{server.lost.process.name} has ended", hint=hint)
@@ -177,11 +177,11 @@ class OtherApiServer:
 
 @contextlib.contextmanager
 def other_api_servers(
-    seat: Seat, listener: socket.socket, channels: Sequence[Connection]
-) -> Iterator[tuple[Seat, list[OtherApiServer]]]:
-    """-> the seat of the first one, too."""
+    setup: ApiServerSetup, listener: socket.socket, channels: Sequence[Connection]
+) -> Iterator[tuple[ApiServerSetup, list[OtherApiServer]]]:
+    """-> the setup of the first one, completed, and the others."""
     if not channels:
-        yield seat, []
+        yield setup, []
         return
     context = multiprocessing.get_context("spawn")
     others: list[OtherApiServer] = []
@@ -189,12 +189,12 @@ def other_api_servers(
         folder = Path(tempfile.mkdtemp(prefix="peagle-metrics-"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         counts = context.RawArray("q", 1 + len(channels))
-        seat = replace(seat, open_answers=counts, metrics_folder=folder)
+        setup = replace(setup, open_answers=counts, metrics_folder=folder)
         for number, channel in enumerate(channels, start=1):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=api_server_process,
-                args=(replace(seat, number=number), listener, channel, theirs),
+                args=(replace(setup, number=number), listener, channel, theirs),
                 name=f"peagle-api-server-{number}",
                 daemon=True,
             )
@@ -204,20 +204,20 @@ def other_api_servers(
             theirs.close()
             channel.close()
             others.append(OtherApiServer(process, ours))
-        yield seat, others
+        yield setup, others
 
 
 def api_server_process(
-    seat: Seat, listener: socket.socket, channel: Connection, control: Connection
+    setup: ApiServerSetup, listener: socket.socket, channel: Connection, control: Connection
 ) -> None:
     """The main function of the other API servers. Signals are for the first one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     log_to_stderr()
-    server = HttpServer(seat.service(channel), seat.api_key, control=control)
+    server = HttpServer(setup.service(channel), setup.api_key, control=control)
     asyncio.run(server.serve([listener]))
-    if server.is_orphan and seat.metrics_folder is not None:
-        shutil.rmtree(seat.metrics_folder, ignore_errors=True)
+    if server.is_orphan and setup.metrics_folder is not None:
+        shutil.rmtree(setup.metrics_folder, ignore_errors=True)
 
 
 def names_of(model: str, config: ServerConfig) -> list[str]:
