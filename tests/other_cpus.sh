@@ -7,10 +7,12 @@ cd "$(dirname "$0")/.."
 
 python=$1
 shift
-parts=(tests/models tests/kernels tests/speculation
+parts=(tests/models tests/kernels
+  tests/speculation/test_sampling_distribution.py tests/speculation/test_verify_distribution.py
   tests/engine/test_greedy_equals_plain.py tests/engine/test_independence.py
   tests/engine/test_cache_after_rejection.py tests/engine/test_kv_cache.py tests/engine/test_trees.py
-  --ignore=tests/kernels/gpu --ignore=tests/kernels/cpu/test_library.py)
+  --ignore=tests/kernels/gpu --ignore=tests/kernels/cpu/test_library.py
+  --ignore=tests/models/test_masks.py --ignore=tests/models/test_ngram.py)
 options=("$@")
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
