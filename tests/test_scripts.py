@@ -1,6 +1,6 @@
 """The scripts of benchmarks/ and recipes/ run, with tiny models and sizes.
 
-Not here: what needs a GPU's own clock or profiler (`step_costs`, `step_breakdown`), minutes of an
+Not here: what needs a GPU's own profiler (`step_breakdown`), minutes of an
 interpreter (`batch_invariance`), vLLM (`engine_vs_vllm_cpu`) or processes of its own (`start_up`,
 `server_cost`, `server_load`).
 """
@@ -15,8 +15,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
+from peagle.engine.memory import target_memory
+from tests.tiny import engines
 from tests.tiny.folders import write_head, write_model
+from tests.tiny.jobs import prompts
+from tests.tiny.models import SHALLOW, head_drafter
 
 from .test_docs import script
 
@@ -114,3 +119,68 @@ def test_varied_prompts_keep_their_ids_and_texts(scripts: Scripts, tmp_path: Pat
     for row in rows:
         assert f"say {row['id'][1:]}" in row["turns"][0]
         assert len(row["turns"][0]) > len("say 1")
+
+
+def test_shapes_have_their_published_sizes_and_keep_low_bit_experts(scripts: Scripts) -> None:
+    benchmark = scripts.load("benchmarks/step_costs.py")
+    kinds, sizes = {}, {}
+    for name, shape in benchmark.SHAPES.items():
+        target = benchmark.random_target(torch.device("cpu"), shape, tiny=True)
+        experts = target.config.experts
+        kinds[name] = experts.low_bit.kind if experts and experts.low_bit else None
+        sizes[name] = target_memory(benchmark.decoder(shape)).num_parameters
+    low_bit = {"gpt-oss-20b": "mxfp4", "qwen3-30b-a3b-fp8": "fp8"}
+    assert kinds == {name: low_bit.get(name) for name in benchmark.SHAPES}
+    billions = {"qwen3-8b": 8.2, "gpt-oss-20b": 20.9, "qwen3-30b-a3b": 30.5}
+    assert {name: round(sizes[name] / 1e9, 1) for name in billions} == billions
+
+
+def test_steps_of_targets_with_experts_are_timed_plain_in_chains_and_in_trees(
+    scripts: Scripts,
+) -> None:
+    flags = "--device cpu --depths 2 --nodes 3 --tree-depth 2 --concurrency 1 4 --context 16"
+    flags += " --shape gpt-oss-20b"
+    found = scripts.run(scripts.load("benchmarks/step_costs.py"), *flags.split(), "--tiny")
+    cells = {(row["method"], row.get("nodes"), row["concurrency"]): row for row in found["steps"]}
+    methods = [("none", None), ("p-eagle", None), ("eagle3", None), ("p-eagle", 3)]
+    assert set(cells) == {(*method, batch) for method in methods for batch in (1, 4)}
+    for (_, _, batch), row in cells.items():
+        plain = cells["none", None, batch]["step_ms"]
+        assert row["pays_off_from"] == pytest.approx(row["step_ms"] / plain)
+    # Two experts for one row, and more for more rows.
+    assert cells["none", None, 1]["experts_read"] == 2
+    assert cells["p-eagle", 3, 4]["experts_read"] > 4
+    assert {part["part"] for part in found["step_costs"]} == {"plain", "verify", "draft", "other"}
+
+
+def test_training_is_timed_with_the_target_in_the_process(scripts: Scripts) -> None:
+    flags = "--with-target qwen3-30b-a3b --tokens 32 48 --segments 1 2 --repeats 1"
+    flags += " --chunk-rows 32 --row-multiple 16"
+    found = scripts.run(scripts.load("benchmarks/long_sequences.py"), *flags.split(), "--tiny")
+    assert [(row["tokens"], row["S"]) for row in found["table"]] == [
+        *((32, 1), (32, 2), (48, 1), (48, 2))
+    ]
+    for row in found["table"]:
+        speed = row["tokens"] / row["seconds_per_step"]
+        assert row["tokens_per_second"] == pytest.approx(speed)
+    assert found["target_gib"] > 0
+
+
+def test_gains_of_trees_compare_drafts_over_the_same_answers(scripts: Scripts) -> None:
+    temperatures = scripts.load("benchmarks/temperatures.py", RESAMPLES=80)
+    target = SHALLOW.make_target()
+    drafter, texts = head_drafter(SHALLOW.make_head(target)), prompts(5)
+    chains = engines.make_engine(target, drafter, k=3)
+    trees = engines.make_engine(target, drafter, k=3, nodes=20)
+    for temperature in (0.0, 1.0):
+        chain = temperatures.answer(chains, texts, temperatures.Drafts(3), temperature, 12)
+        tree = temperatures.answer(trees, texts, temperatures.Drafts(3, 20), temperature, 12)
+        record = tree.record(chain)
+        assert (record["K"], record["N"], record["different_answers"]) == (3, 20, 0)
+        assert record["num_output_tokens"] == sum(map(len, tree.tokens)) == 5 * 12
+        found = temperatures.gain(tree, chain)
+        lengths = [run.record(chain)["mean_acceptance_length"] for run in (tree, chain)]
+        assert found["gain"] == pytest.approx(lengths[0] / lengths[1], abs=1e-3)
+        assert (found["tree"], found["chain"]) == ("N=20", "K=3")
+        assert 1 <= found["low"] <= found["gain"] <= found["high"]
+        assert found["gain"] > 1.05

@@ -75,10 +75,9 @@ def _replays(document: Document, depth: int) -> Iterator[SpecDecodeStats]:
             document.mask, leading, depth, document.limits
         ):
             num_positions = min(num_drafts, num_nodes)
-            stats.observe(num_positions, kept)
-            # No node followed, so none was rejected.
-            if kept < num_positions and kept == leading[newest - 1] and is_leaf[newest - 1]:
-                stats.num_reached_tokens_per_pos[kept] -= 1
+            is_whole = kept == leading[newest - 1]  # else the answer's end cut the path
+            ends = is_whole and bool(is_leaf[newest - 1])
+            stats.observe(num_positions, kept, is_leaf=ends)
         yield stats
 
 
