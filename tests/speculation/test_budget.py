@@ -56,12 +56,14 @@ class World:
         for _ in range(steps):
             choice = self.budget.choose(np.arange(batch), np.full(batch, size), may_explore=True)
             there = 0 if self.num_there is None else size
-            caps = np.minimum(choice.caps, there)
+            caps = np.minimum(choice.unshared().caps, there)  # all are as probable as each other
             agrees = self.rng.random((batch, size)) < conditional
             accepted = np.minimum(agrees.cumprod(1).sum(1).astype(np.int64), caps)
             number = np.arange(1, size + 1)
             paths = np.where(number <= accepted[:, None], number, 0)
-            rows = batch * (choice.num_drafts + 1) if self.is_padded else batch + int(caps.sum())
+            rows = batch + int(caps.sum())
+            if self.is_padded:
+                rows = batch * (choice.unshared().num_drafts + 1)
             seconds = self.seconds(batch, rows) + 0.1 * (choice.depth > 0)
             self.budget.observe(choice, Outcomes(caps, paths), seconds * self.noise())
             self.num_there = caps if choice.depth else None
@@ -115,7 +117,7 @@ def test_it_follows_the_load(is_padded: bool) -> None:
     for batch in (1, 64, 1):
         made = world.run(500, batch, SURE)
         assert world.rate > 0.9 * world.best_rate(batch, SURE)
-        numbers.append(np.mean([c.num_drafts for c in made[-100:]]))
+        numbers.append(np.mean([c.unshared().num_drafts for c in made[-100:]]))
     assert numbers[1] < numbers[0] / 2
     assert numbers[2] > 2 * numbers[1]
 
@@ -136,7 +138,7 @@ def test_a_step_keeps_to_its_rows() -> None:
     budget = make_budget(is_padded=True, free_rows=1e6, max_rows=64)
     for batch in (1, 8, 40):
         choice = budget.choose(np.arange(batch), np.full(batch, 15), may_explore=True)
-        assert batch * (choice.num_drafts + 1) <= max(64, 2 * batch)
+        assert batch * (choice.unshared().num_drafts + 1) <= max(64, 2 * batch)
 
 
 def test_without_prompts_waiting_alone_is_another_number_tried() -> None:
@@ -144,11 +146,37 @@ def test_without_prompts_waiting_alone_is_another_number_tried() -> None:
     for may_explore, seen in numbers.items():
         budget = make_budget(is_padded=True)
         for _ in range(300):
-            seen.add(
-                budget.choose(np.arange(2), np.full(2, 15), may_explore=may_explore).num_drafts
-            )
+            choice = budget.choose(np.arange(2), np.full(2, 15), may_explore=may_explore)
+            seen.add(choice.unshared().num_drafts)
     assert len(numbers[False]) == 1
     assert len(numbers[True]) == 3
+
+
+def test_trees_of_several_requests_share_rows() -> None:
+    budget = make_budget(is_padded=True)
+    assert budget.form_of(3, batch=4) == (7, 15, 3)
+    assert budget.form_of(1, batch=4) == (6, 7, 1)
+    assert budget.form_of(3, batch=1) == (4, 3, None)  # with nobody
+    assert budget.form_of(15, batch=4).mean is None  # all have all they may have
+    assert make_budget(is_padded=False).form_of(3, batch=4).mean is None
+    assert make_budget(is_padded=True, nodes=None).form_of(3, batch=4) == (3, 3, None)
+
+
+@given(st.integers(2, 6), st.integers(0, 100))
+def test_shared_drafts_fit_into_the_rows_that_are_left(batch: int, rows: int) -> None:
+    budget = make_budget(is_padded=True)
+    caps = np.full(batch, 15)
+    choice = DraftChoice(caps, 8, 15, np.zeros(batch), None, 7)
+    fitted = budget.fitted(choice, rows)
+    assert (fitted.mean_drafts or 0) * batch <= rows
+    if 7 * batch <= rows:
+        assert fitted is choice
+    elif batch <= rows:
+        assert fitted.mean_drafts is not None
+        assert (fitted.caps <= fitted.num_drafts).all()
+    else:
+        assert not fitted.caps.any()
+    assert budget.fitted(choice.unshared(), rows).num_drafts == 7  # the scheduler cuts those
 
 
 def scored(scores: Sequence[Sequence[float]], free_rows: float) -> DraftChoice:

@@ -60,7 +60,7 @@ def make_runner(
         draft_probs_shape(speculation, target),
         num_tables=len(groups.windows),
         has_trees=speculation is not None and speculation.num_draft_nodes is not None,
-        keeps_scores=speculation is not None and speculation.is_auto and not static,
+        keeps_scores=speculation is not None and speculation.is_auto,
     )
     tables: list[BlockTable | None] = [None] * max_num_seqs
     layout: RowLayout = ExactLayout(tables)
@@ -109,7 +109,7 @@ def make_budget(
         free_rows=FREE_ROWS["cuda" if runner.device.type == "cuda" else "cpu"],
         max_rows=max_rows,
         pad=partial(padded, sizes=BATCH_SIZES) if runner.static else None,
-        scores=scores if state.draft_scores is not None and state.trees is not None else None,
+        scores=scores if state.trees is not None and not runner.static else None,
         depth_is_free=runner.models.drafting is None,
     )
 

@@ -143,9 +143,24 @@ class InFlight(NamedTuple):
     num_requests: int  # that were running
     host: HostSampling | None
     drafts: DraftChoice | None
-    is_tree: bool  # its drafts were
+    shape: StepShape  # before it was padded
     shown: dict[int, tuple[list[int], list[int]]]  # drafts of the rows whose requests keep them
     is_alone: bool = False  # nothing ran beside it, neither prompt rows nor a step of the host's
+
+    @property
+    def is_tree(self) -> bool:
+        """Its drafts were."""
+        return self.shape.num_nodes is not None
+
+    def paths(self, rows: NDArray[np.int64], *, shared: bool = False) -> NDArray[np.int64]:
+        """Which drafts were accepted, counted from 1; 0 behind them. `shared`: their places among
+        the drafts of all slots."""
+        depth = np.arange(self.shape.depth if self.is_tree else rows.shape[1] - HEADER - 1)
+        paths = depth + 1
+        if self.is_tree:
+            first = HEADER + len(depth) + 1 + (len(depth) if shared else 0)
+            paths = rows[:, first : first + len(depth)]
+        return np.where(depth < rows[:, :1] - 1, paths, 0)
 
 
 class Engine:
@@ -243,10 +258,12 @@ class Engine:
         drafts, own_drafts = schedule.drafts, None
         if drafts is not None:
             self._count_choice(schedule.slots[: len(drafts.caps)], drafts)
-            own_drafts = drafts.part(needs_host[: len(drafts.caps)])
+            own_drafts = drafts.part(needs_host[: len(drafts.caps)]).unshared()
             drafts = drafts.part(~needs_host[: len(drafts.caps)])
         if needs_host.any():
             slots, caps = schedule.slots[needs_host], schedule.caps[needs_host]
+            if own_drafts is not None:
+                caps = np.minimum(caps, own_drafts.num_drafts)
             own = set(slots.tolist())  # a prompt that goes on needs nothing of the host
             hosts = [c for c in chunks if c.slot.index in own]
             requests = [self.scheduler.running[n].request for n in slots.tolist()]
@@ -300,8 +317,7 @@ class Engine:
         batch.in_flight[indices] += 1
         num_running = len(self.scheduler.running)
         serials = batch.serials[indices]
-        is_tree = shape.num_nodes is not None
-        return InFlight(report, slots, indices, serials, num_running, host, drafts, is_tree, shown)
+        return InFlight(report, slots, indices, serials, num_running, host, drafts, shape, shown)
 
     def _with_drafts(
         self, shape: StepShape, slots: Column, drafts: DraftChoice | None
@@ -309,13 +325,15 @@ class Engine:
         """As deep and as large as the largest of these slots, unless fewer drafts were chosen."""
         batch, is_tree = self.scheduler.batch, self._has_trees
         depth, nodes = int(batch.per_step[slots].max()) - 1, int(batch.num_rows[slots].max()) - 1
-        feeds = False
+        feeds, mean = False, None
         if drafts is not None:
             feeds = depth > 0 and drafts.depth == 0
             depth, nodes = min(depth, drafts.depth), min(nodes, drafts.num_drafts)
-        return shape._replace(
-            depth=depth, num_nodes=nodes if is_tree and not feeds else None, feeds=feeds
-        )
+            mean = drafts.mean_drafts
+        if not is_tree or feeds:
+            return shape._replace(depth=depth, feeds=feeds)
+        shares = mean is not None and mean < nodes
+        return shape._replace(depth=depth, num_nodes=nodes, mean_nodes=mean if shares else None)
 
     @property
     def _has_trees(self) -> bool:
@@ -356,7 +374,7 @@ class Engine:
         self, step: InFlight, rows: NDArray[np.int64], is_open: NDArray[np.bool_]
     ) -> None:
         """Of requests that take the step's tokens: not of those that have ended meanwhile."""
-        paths = _paths(rows, np.maximum(rows[:, 0] - 1, 0), is_tree=step.is_tree)
+        paths = step.paths(rows)
         for n, (token_ids, parents) in step.shown.items():
             num_new, num_drafts = rows[n, :2].tolist()
             request = step.slots[n].request
@@ -381,10 +399,9 @@ class Engine:
         if self.budget is None or drafts is None:
             return
         rows = rows[: len(drafts.caps)]  # behind them: requests that came with their prompts
-        num_new = rows[:, 0]
-        num_drafts = np.where(num_new > 0, rows[:, 1], 0)  # 0: it had ended
-        paths = _paths(rows, np.maximum(num_new - 1, 0), is_tree=step.is_tree)
-        outcomes = Outcomes(num_drafts, paths)
+        mean = step.shape.mean_nodes
+        num_drafts = np.where(rows[:, 0] > 0, rows[:, 1] if mean is None else mean, 0)  # 0: ended
+        outcomes = Outcomes(num_drafts, step.paths(rows, shared=mean is not None))
         is_alone = step.is_alone and len(step.slots) == len(rows)
         self.budget.observe(drafts, outcomes, seconds if is_alone else None)
 
@@ -548,8 +565,13 @@ class Engine:
         if self.budget is None:
             return [plain._replace(depth=depth, num_nodes=nodes)]
         return [
-            plain._replace(depth=self.budget.depth_for(n), num_nodes=n if self._has_trees else None)
+            plain._replace(
+                depth=form.depth,
+                num_nodes=form.num_drafts if self._has_trees else None,
+                mean_nodes=form.mean,
+            )
             for n in self.budget.likely(batch, most_likely_alone=has_prompts)
+            for form in (self.budget.form_of(n, batch),)
         ]
 
     @property
@@ -607,14 +629,6 @@ class Engine:
     @property
     def _verification(self) -> Verification:
         return self.speculation.verification if self.speculation else "coupled"
-
-
-def _paths(rows: NDArray[np.int64], num_accepted: Column, *, is_tree: bool) -> NDArray[np.int64]:
-    """Which drafts were accepted, counted from 1; 0 behind them."""
-    width = (rows.shape[1] - HEADER) // 2 - 1 if is_tree else rows.shape[1] - HEADER - 1
-    depth = np.arange(width)
-    paths = rows[:, -width - 1 : -1] if is_tree else depth + 1
-    return np.where(depth < num_accepted[:, None], paths, 0)
 
 
 def _max_model_len(target: TargetModel, config: EngineConfig) -> int:

@@ -112,7 +112,10 @@ class Scheduler:
         grown += self._make_room()
         slots = np.flatnonzero(self.batch.ready())
         caps, drafts = self._caps(slots)
-        budget = self.max_num_batched_tokens - len(slots) - int(caps.sum())
+        num_drafts = int(caps.sum())
+        if drafts is not None and drafts.mean_drafts is not None:
+            num_drafts = min(num_drafts, drafts.mean_drafts * len(slots))
+        budget = self.max_num_batched_tokens - len(slots) - num_drafts
         opened = []
         if self._num_preempted == num_preempted:  # else the victim would come straight back
             opened = self._admit(budget)
@@ -147,8 +150,9 @@ class Scheduler:
             left //= 2
         if self.budget is not None:
             drafts = self.budget.choose(slots, caps, may_explore=not has_prompts)
+            drafts = self.budget.fitted(drafts, left)
             caps = drafts.caps.copy()
-        if caps.sum() > left:
+        if caps.sum() > left and (drafts is None or drafts.mean_drafts is None):
             order = np.argsort(self.batch.serials[slots])
             before = np.cumsum(caps[order]) - caps[order]
             caps[order] = np.clip(left - before, 0, caps[order])

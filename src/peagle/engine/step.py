@@ -28,11 +28,12 @@ from peagle.engine.sampler import (
     Sampling,
 )
 from peagle.kernels.device_batch import Committed, DeviceBatch, StepCounts
-from peagle.kernels.reference.trees import TreePath
+from peagle.kernels.reference.trees import SharedRows, TreePath
 from peagle.kernels.step_ops import StepOps
 from peagle.models.drafter import (
     DraftBatch,
     NetworkDrafter,
+    Packing,
     PromptRows,
     RowItems,
     Rows,
@@ -53,12 +54,20 @@ class StepShape(NamedTuple):
     num_items: int = 0  # of prompt rows
     rows_per_item: int = 1
     num_nodes: int | None = None  # of trees, per slot; None: drafts are chains of `depth`
+    # Drafts that slots verify on average; None: each as many as it has. What one verifies more than
+    # another depends on how probable its drafts are.
+    mean_nodes: int | None = None
     feeds: bool = False  # `depth` is 0, and the drafter reads new rows so that it can draft later
 
     @property
     def max_drafts(self) -> int:
         """Draft tokens per slot in all."""
         return self.depth if self.num_nodes is None else self.num_nodes
+
+    @property
+    def shared_rows(self) -> int | None:
+        """Decode rows of all slots together, where they share them."""
+        return None if self.mean_nodes is None else self.batch * (self.mean_nodes + 1)
 
 
 class StepInputs(NamedTuple):
@@ -142,8 +151,14 @@ class Step:
         counts = models.ops.begin_step(models.state, fields.slots, fields.caps, shape.max_drafts)
         num_drafts = models.layout.max_drafts(counts.num_drafts, shape.max_drafts)
         counts = counts.narrowed(num_drafts, is_tree=shape.num_nodes is not None)
-        hidden, aux_hidden_states = self._run_target(counts)
-        packing = models.layout.pack(counts.num_rows, num_drafts + 1)
+        shared = None
+        if shape.shared_rows is not None:
+            given = models.state, fields.slots, counts, shape.shared_rows
+            counts, shared = models.ops.share_rows(*given)
+            packing = Packing(shared.ranks.numel(), shared.places, num_drafts + 1)
+        else:
+            packing = models.layout.pack(counts.num_rows, num_drafts + 1)
+        hidden, aux_hidden_states = self._run_target(counts, shared)
         output = OutputRows(hidden[: len(packing)], models.target)
         if host is not None:
             output = host.adjusted(output, counts, packing)
@@ -169,8 +184,10 @@ class Step:
             models.rows_per_depth,
         )
         if path is not None:
-            walked = committed.report, path.rows[:, 1:], path.is_leaf[:, None]
-            report = torch.cat(walked, dim=1)
+            taken = [path.rows[:, 1:]]
+            if shared is not None:
+                taken.append(shared.ranks.gather(1, taken[0]) // shape.batch)
+            report = torch.cat((committed.report, *taken, path.is_leaf[:, None]), dim=1)
             committed = committed._replace(report=report)
         return Verified(counts, sampled.sampled_token_ids, committed, *states)
 
@@ -253,12 +270,14 @@ class Step:
             return None
         return self.models.state.temperature[self.fields.slots]
 
-    def _run_target(self, counts: StepCounts) -> tuple[Tensor, Tensor | None]:
+    def _run_target(
+        self, counts: StepCounts, shared: SharedRows | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Hidden states of the real rows, decode rows first, and all rows' aux hidden states."""
         models, fields, table = self.models, self.fields, self.models.target.input_table
         rows_per_slot = counts.drafts.shape[1] + 1
         places = fields.slots, counts.num_computed, counts.num_rows
-        items = [RowItems(*places, rows_per_slot, counts.tree)]
+        items = [RowItems(*places, rows_per_slot, counts.tree, shared=shared)]
         if self.shape.num_items:
             items.append(self._prompt_items(fields.item_counts))
         # Before the embeddings: the layers' first kernel may start while the last one still runs.

@@ -34,7 +34,7 @@ class DeviceBatch(NamedTuple):
     drafts: Tensor  # [L, D] draft tokens that the next step verifies
     trees: TreeRows | None  # [L, ...]; None where all drafts are chains
     draft_probs: Tensor | None  # [L, D, V] float32, what they were drawn from; only for rejection
-    # [L, D] float32, log-probabilities of the nodes' paths; only where the host reads them
+    # [L, D] float32, log-probabilities of the nodes' paths; only where rows are shared by them
     draft_scores: Tensor | None = None
 
     @property
@@ -132,8 +132,8 @@ class StepCounts(NamedTuple):
 class Committed(NamedTuple):
     """What a step's verification left."""
 
-    # [B, HEADER + K+1] int64: what the host reads; of trees, the K rows of their paths follow, and
-    # whether these end in a leaf.
+    # [B, HEADER + K+1] int64: what the host reads. Of trees the K rows of their paths follow, where
+    # slots share rows also the places of these among all drafts, and whether a path ends in a leaf.
     report: Tensor
     num_outputs: Tensor  # [B] tokens generated so far, the new ones included
     num_drafts: Tensor  # [B] drafts that are made for its next step, one behind the other

@@ -7,6 +7,9 @@ rows than Q is several items; rows that only fill an item up are written to the 
 Row j of item i sees the keys at positions <= starts[i] + j that are below ends[i]. Rows of a tree
 lie in the cache as they come, and see of their own tree the rows that `ancestors` says. Rows before
 an item's first may have been written earlier: then `starts` is where the tree begins.
+
+Where items share rows (`row_starts`), each has its own number of them, Q at most, and N is what all
+have together.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ class PagedRows(NamedTuple):
     rows_per_item: int  # Q
     block_size: int
     num_splits: int  # parts over which an item's keys are divided; their results are merged
-    ancestors: Tensor | None = None  # [N] int64: bit j: the row sees row j of its tree
+    ancestors: Tensor | None = None  # [I * Q] int64: bit j: the row sees row j of its tree
     first_row: int = 0  # of its tree that an item's first is
+    row_starts: Tensor | None = None  # [I + 1] int32: where each item's rows begin; None: i * Q
 
 
 class RowGroups(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 from peagle.kernels.device_batch import Committed, RowPlan, StepCounts
 from peagle.kernels.reference.rejection import RejectionUniforms
 from peagle.kernels.reference.sampling import SampledTokens, TokenProbs
-from peagle.kernels.reference.trees import BeamRows, Candidates, TreePath
+from peagle.kernels.reference.trees import BeamRows, Candidates, SharedRows, TreePath
 from peagle.speculation.verify import VerifyOutput
 
 
@@ -41,6 +41,7 @@ class StepOps(NamedTuple):
     top_tokens: Callable[..., Candidates]
     extend_beam: Callable[..., BeamRows]
     store_tree: Callable[..., None]
+    share_rows: Callable[..., tuple[StepCounts, SharedRows]]
     best_chain: Callable[..., Tensor]
     walk_tree: Callable[..., TreePath]
     move_rows: Callable[..., None]
@@ -77,6 +78,7 @@ def step_ops(device: torch.device) -> StepOps:
         trees.top_tokens,
         trees.extend_beam,
         trees.store_tree,
+        trees.share_rows,
         trees.best_chain,
         trees.walk_tree,
         trees.move_rows,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.device_batch import TreeRows
-from peagle.kernels.reference.trees import Candidates
+from peagle.kernels.reference.trees import Candidates, SharedRows
 from peagle.kernels.step_ops import StepOps
 from peagle.models.attention import Attention
 from peagle.models.output import OutputRows
@@ -67,6 +67,7 @@ class RowItems(NamedTuple):
     rows_per_item: int  # Q
     tree: TreeRows | None = None  # [I, ...] where the rows are not at consecutive positions
     first_row: int = 0
+    shared: SharedRows | None = None  # which rows there are, where items have not all of theirs
 
 
 class Packing:

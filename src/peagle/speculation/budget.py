@@ -33,6 +33,7 @@ WORTH_A_TRIAL = 0.6  # of the best rate: what promises less is not tried
 GAIN_TO_SWITCH = 1.02  # another number must promise so much more: figures are noisy
 # What is chosen from: few, for each has to be tried, and is a family of CUDA graphs.
 TREE_NUMBERS = (1, 3, 7, 15, 31, 63)
+MOST_OF_MEAN = 4  # times as many nodes as the mean, for requests that are sure of theirs
 CHAIN_NUMBERS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 
 
@@ -188,6 +189,14 @@ class ScoreCalibration:
         return out
 
 
+class DraftForm(NamedTuple):
+    """Of the drafts of a step whose shape must not depend on values."""
+
+    depth: int
+    num_drafts: int  # of one request, at most
+    mean: int | None  # of all, where they share rows
+
+
 class DraftChoice(NamedTuple):
     """What one step verifies, and what it drafts for the next."""
 
@@ -196,11 +205,22 @@ class DraftChoice(NamedTuple):
     num_drafts: int  # of a request, in shapes that must not depend on values
     expected: Numbers  # [B] drafts of each that will be accepted
     scores: Numbers | None = None  # [B, N] by which caps were chosen
+    # Of all requests, on average, where the device shares them out by their probability; None: as
+    # many as `caps` say.
+    mean_drafts: int | None = None
 
     def part(self, which: NDArray[np.bool_]) -> DraftChoice:
         """For some of the requests, which run by themselves."""
         scores = None if self.scores is None else self.scores[which]
         return self._replace(caps=self.caps[which], expected=self.expected[which], scores=scores)
+
+    def unshared(self) -> DraftChoice:
+        """With the mean for each request."""
+        if self.mean_drafts is None:
+            return self
+        mean = self.mean_drafts
+        caps = np.minimum(self.caps, mean)
+        return self._replace(caps=caps, num_drafts=mean, mean_drafts=None)
 
 
 class DraftBudget:
@@ -208,7 +228,10 @@ class DraftBudget:
 
     Exact rows: every request has its own number, and where the drafts' log-probabilities are
     known (`scores`), rows go to the most probable drafts of all requests. Padded rows (`pad`: to
-    how many requests a batch is padded): one of few numbers for all.
+    how many requests a batch is padded): one of few numbers. Trees share so many rows for each
+    request by their nodes' probabilities on the device. A node's place is then that among the nodes
+    of all requests, divided by their number, so that here, too, those of any smaller number are the
+    first ones. All chains have the same length.
     """
 
     def __init__(
@@ -246,8 +269,21 @@ class DraftBudget:
             return DraftChoice(np.zeros_like(most), 0, 0, np.zeros(len(most)))
         if self._scores is not None and len(most):
             return self._by_scores(self._scores(slots), most)
-        caps = np.minimum(most, number)
-        return DraftChoice(caps, self.depth_for(number), number, self._worth[caps])
+        worth = self._worth[np.minimum(most, number)]
+        form = self.form_of(number, len(most))
+        return DraftChoice(np.minimum(most, form.num_drafts), *form[:2], worth, None, form.mean)
+
+    def fitted(self, choice: DraftChoice, rows: int) -> DraftChoice:
+        """With drafts shared from so many rows at most, beside those of the newest tokens."""
+        mean, batch = choice.mean_drafts, len(choice.caps)
+        if mean is None or mean * batch <= rows:
+            return choice
+        fewer = [n for n in self.numbers.tolist() if n * batch <= rows]
+        if not fewer:
+            return choice._replace(caps=np.zeros_like(choice.caps), num_drafts=1, mean_drafts=None)
+        _, most, mean = self.form_of(fewer[-1], batch)
+        caps = np.minimum(choice.caps, most)
+        return choice._replace(caps=caps, num_drafts=most, mean_drafts=mean)
 
     def after_cut(self, choice: DraftChoice, slots: Counts) -> DraftChoice:
         """For slots of which drafts have left since they were chosen from: the n-th is another."""
@@ -270,21 +306,32 @@ class DraftBudget:
             self.calibration.observe(choice.scores, outcomes)
         if seconds is None:
             return
-        rows = self._padded(batch) * (choice.num_drafts + 1)
+        own = choice.num_drafts if choice.mean_drafts is None else choice.mean_drafts
+        rows = self._padded(batch) * (own + 1)
         if self._pad is None:
             rows = batch + int(outcomes.num_drafts.sum())
         self.costs.observe(self._padded(batch), rows, seconds, is_off=not choice.depth)
 
-    def depth_for(self, number: int) -> int:
+    def form_of(self, number: int, batch: int) -> DraftForm:
+        """Of so many drafts for each of so many requests. Where trees share rows, one may have
+        several times as many as another."""
+        if self.max_nodes is None:
+            return DraftForm(min(number, self.max_depth), number, None)
+        shares = self._pad is not None and self._padded(batch) > 1 and number < self.max_nodes
+        depth = self._tree_depth(number, shares)
+        if not shares:
+            return DraftForm(depth, number, None)
+        return DraftForm(depth, min(MOST_OF_MEAN * number + 3, self.max_nodes), number)
+
+    def _tree_depth(self, number: int, shares: bool) -> int:
         """How deep to draft for so many. Few nodes are seldom deep, and each depth costs the
         drafter a row; where rows are exact the number is not known ahead. At least as deep as the
         next larger choice needs: it may be tried in the next step. As deep as trees are that were
         drafted beside the step: the target walks no further."""
-        if self.max_nodes is None:
-            return min(number, self.max_depth)
         if self._pad is None or self._depth_is_free:
             return self.max_depth
-        return min(max(number, 4), self.max_depth, 6 + number // 6)
+        deep = 6 + number // 3 if shares else min(max(number, 4), 6 + number // 6)
+        return min(deep, self.max_depth)
 
     def likely(self, batch: int, *, most_likely_alone: bool) -> list[int]:
         """Numbers that so many requests may be given, by what is known so far."""

@@ -241,7 +241,8 @@ def test_structured_outputs_are_those_of_steps_on_a_cpu(nodes: int | None) -> No
 
 
 class Turns(DraftBudget):
-    """As many drafts as the last step did not have: all, three, none at all."""
+    """As many drafts as the last step did not have: all, three, none at all; of trees, every other
+    time from rows that all requests share."""
 
     turn = 0
 
@@ -249,8 +250,11 @@ class Turns(DraftBudget):
         self.turn += 1
         number = (NODES, NODES, 3, 0, 0, 3)[self.turn % 6]
         number = min(number, self.max_nodes or self.max_depth)
+        mean = None
+        if self.max_nodes is not None and self.turn % 2 and number:
+            number, mean = self.max_nodes, number // 2
         caps = np.minimum(most, number)
-        return DraftChoice(caps, K if number else 0, number, np.zeros(len(most)))
+        return DraftChoice(caps, K if number else 0, number, np.zeros(len(most)), None, mean)
 
 
 @pytest.mark.parametrize("name", ["p-eagle", "eagle3"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -148,6 +149,36 @@ def test_rows_of_trees_see_what_the_reference_lets_them_see(
     case = with_trees(make_case(shape, torch.float32, seed), seed)
     ours = paged_attention(case.q, case.keys, case.values, case.rows, window)
     expected = reference.paged_attention(case.q, case.keys, case.values, case.rows, window)
+    torch.testing.assert_close(ours, expected, **TOLERANCE[torch.float32])
+
+
+@pytest.mark.slow
+@settings(max_examples=EXAMPLES)
+@given(shape=shapes(), window=WINDOWS, seed=st.integers(0, 99), data=st.data())
+def test_rows_that_items_share_see_what_they_see_among_all(
+    shape: Shape, window: int | None, seed: int, data: st.DataObject
+) -> None:
+    size = shape.rows_per_item
+    lengths = [data.draw(st.integers(1, size)) for _ in shape.items]
+    if data.draw(st.booleans()):
+        shape = replace(shape, rows_per_item=23, group=4)  # more than one tile
+        lengths = [data.draw(st.sampled_from([1, 5, 23])) for _ in shape.items]
+        size = 23
+    ends = [min(i.end, i.start + n) for i, n in zip(shape.items, lengths, strict=True)]
+    items = tuple(replace(i, end=end) for i, end in zip(shape.items, ends, strict=True))
+    case = with_trees(make_case(replace(shape, items=items), torch.float32, seed), seed)
+    given = [n * size + j for n, length in enumerate(lengths) for j in range(length)]
+    index, starts = torch.tensor(given, device=DEVICE), [0, *itertools.accumulate(lengths)]
+    rows = case.rows._replace(
+        positions=case.rows.positions[index],
+        slots=case.rows.slots[index],
+        row_starts=torch.tensor(starts, dtype=torch.int32, device=DEVICE),
+    )
+    q = case.q[index].contiguous()
+    among_all = reference.paged_attention(case.q, case.keys, case.values, case.rows, window)[index]
+    expected = reference.paged_attention(q, case.keys, case.values, rows, window)
+    assert torch.equal(expected, among_all)
+    ours = paged_attention(q, case.keys, case.values, rows, window)
     torch.testing.assert_close(ours, expected, **TOLERANCE[torch.float32])
 
 

@@ -22,7 +22,8 @@ EARLY_READS = {
     "qkv._rotate_and_write": ROW_PLACES,
     "qkv._qkv_to_cache": ROW_PLACES,
     "attention._attend": {
-        *("starts_ptr", "ends_ptr", "tables_ptr", "block_tables_ptr", "ancestors_ptr")
+        *("starts_ptr", "ends_ptr", "tables_ptr", "block_tables_ptr", "ancestors_ptr"),
+        "row_starts_ptr",
     },
     "fp8._quantize_normed_row": {"norm_weight"},
 }

@@ -97,7 +97,7 @@ def beam_lattice(seed: int, batch: int, depth: int, beam: int) -> trees.Lattice:
 
 
 def tree_state(width: int) -> DeviceBatch:
-    state = make_device_batch(7, 5, width, DEVICE, None, has_trees=True)
+    state = make_device_batch(7, 5, width, DEVICE, None, has_trees=True, keeps_scores=True)
     state.num_drafts.fill_(width)
     return state
 
@@ -124,6 +124,9 @@ def test_stored_trees_are_the_references(
     assert torch.equal(ours.drafts, theirs.drafts)
     check_equal(ours.trees or (), theirs.trees or ())
     assert torch.equal(ours.numbers, theirs.numbers)
+    assert ours.draft_scores is not None
+    assert theirs.draft_scores is not None
+    torch.testing.assert_close(ours.draft_scores, theirs.draft_scores, atol=1e-5, rtol=1e-6)
 
 
 def test_a_tree_of_63_nodes_and_15_depths() -> None:
@@ -194,6 +197,40 @@ def test_the_walk_is_the_references(seed: int, batch: int, size: int, depth: int
     usable = (torch.rand(batch, size + 1, generator=generator) < 0.9).to(DEVICE)
     ours = gpu.walk_tree(counts, sampled, usable, depth)
     check_equal(ours, reference.walk_tree(counts, sampled, usable, depth))
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(seeds, st.integers(1, 6), st.integers(1, 40), st.data())
+def test_shared_rows_are_the_references_and_go_to_the_most_probable_drafts(
+    seed: int, batch: int, size: int, data: st.DataObject
+) -> None:
+    counts, state = counts_of(seed, batch, size), tree_state(size + 1)
+    generator = torch.Generator().manual_seed(seed + 1)
+    scores = -torch.randint(0, 9, (8, size + 1), generator=generator).float()  # some are equal
+    assert state.draft_scores is not None
+    state.draft_scores.copy_(scores.sort(descending=True).values)
+    ended = torch.rand(batch, generator=generator) < 0.2
+    counts = counts._replace(num_rows=counts.num_rows.masked_fill(ended.to(DEVICE), 0))
+    slots = torch.randperm(7, generator=generator)[:batch].to(DEVICE)
+    num_rows = data.draw(st.integers(batch, batch * (size + 1)))
+    ours, shared = gpu.share_rows(state, slots, counts, num_rows)
+    theirs, expected = reference.share_rows(state, slots, counts, num_rows)
+    check_equal(ours[:-1], theirs[:-1])
+    check_equal(shared, expected)
+    lengths = shared.starts.diff().tolist()
+    rows = [b * (size + 1) + j for b, length in enumerate(lengths) for j in range(length)]
+    assert shared.places.tolist() == rows
+    assert len(rows) == num_rows
+    assert min(lengths) > 0
+    own, drafts = state.draft_scores[slots].tolist(), counts.num_drafts.tolist()
+    given = [own[b][j] for b in range(batch) for j in range(int(ours.num_drafts[b]))]
+    left = [own[b][j] for b in range(batch) for j in range(int(ours.num_drafts[b]), drafts[b])]
+    assert len(given) == min(sum(drafts), num_rows - batch)
+    assert min(given, default=0.0) >= max(left, default=-99.0)
+    assert ours.num_rows.tolist() == [
+        0 if over else n + 1
+        for over, n in zip((counts.num_rows == 0).tolist(), ours.num_drafts.tolist(), strict=True)
+    ]
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def paged_attention(
     With fewer the result is right, but the last part's sums have another order.
     """
     num_rows, heads, dim = q.shape
-    assert num_rows == len(rows.starts) * rows.rows_per_item
+    assert rows.row_starts is not None or num_rows == len(rows.starts) * rows.rows_per_item
     assert heads % keys.shape[1] == 0
     assert q.is_contiguous()
     # A layer's keys may be the beginnings of wider rows.
@@ -181,6 +181,7 @@ def _run(
         rows.ends,
         rows.ancestors,
         rows.positions if window and rows.ancestors is not None else None,
+        rows.row_starts,
         scores.sinks,
         rows.block_tables.stride(0),
         rows.block_tables.shape[1] * rows.block_size,
@@ -248,7 +249,7 @@ def _with_sink(sink, highest, total):
     do_not_specialize=["table_stride", "capacity"],
     do_not_specialize_on_alignment=[
         *("block_tables_ptr", "tables_ptr", "starts_ptr", "ends_ptr"),
-        *("ancestors_ptr", "positions_ptr", "sinks_ptr"),
+        *("ancestors_ptr", "positions_ptr", "row_starts_ptr", "sinks_ptr"),
     ],
 )
 def _attend(
@@ -261,8 +262,9 @@ def _attend(
     tables_ptr,
     starts_ptr,
     ends_ptr,
-    ancestors_ptr,  # [N] of trees, or None
+    ancestors_ptr,  # [I * Q] of trees, or None
     positions_ptr,  # [N] of trees under a window, or None
+    row_starts_ptr,  # [I + 1] of items that share rows, or None
     sinks_ptr,  # [h], or None
     table_stride,
     capacity,  # positions of a block table
@@ -293,8 +295,12 @@ def _attend(
     row = folded // GROUP  # of the item
     head = kv_head * GROUP + folded % GROUP
     column = tl.arange(0, BLOCK_D)
-    place = (item.to(tl.int64) * Q + row) * (KV_HEADS * GROUP) + head  # in [N, h]
-    is_real = (row < Q)[:, None] & (column < D)[None, :]
+    first, num_rows = item.to(tl.int64) * Q, Q
+    if row_starts_ptr is not None:
+        first = tl.load(row_starts_ptr + item).to(tl.int64)
+        num_rows = (tl.load(row_starts_ptr + item + 1) - first).to(tl.int32)
+    place = (first + row) * (KV_HEADS * GROUP) + head  # in [N, h]
+    is_real = (row < num_rows)[:, None] & (column < D)[None, :]
 
     # 2. Which keys: those that some row of the tile sees, and of them this split's part. Tiles
     # begin at multiples of BLOCK_N, so that a row's sums do not depend on its place in the item.
@@ -303,8 +309,10 @@ def _attend(
     if ancestors_ptr is not None:
         own_row = item.to(tl.int64) * Q + row
         ancestors = tl.load(ancestors_ptr + own_row, mask=row < Q, other=0)
-    last_row = tl.minimum((first_folded + BLOCK_M - 1) // GROUP, Q - 1)
+    last_row = tl.minimum((first_folded + BLOCK_M - 1) // GROUP, num_rows - 1)
     end = tl.minimum(tl.load(ends_ptr + item).to(tl.int32), start + FIRST_ROW + last_row + 1)
+    if row_starts_ptr is not None:
+        end = tl.where(first_folded < num_rows * GROUP, end, 0)  # or the tile has no row
     end = tl.minimum(end, capacity)
     begin, lowest = 0, 0
     if WINDOW > 0:
@@ -362,9 +370,10 @@ def _attend(
             is_ancestor = ((ancestors[:, None] >> bit[None, :]) & 1) == 1
             sees = may_read[None, :] & (is_before[None, :] | is_ancestor)
             if WINDOW > 0:
-                own = tl.load(positions_ptr + own_row, mask=row < Q, other=0).to(tl.int32)
-                theirs = positions_ptr + item.to(tl.int64) * Q + key - start
-                in_item = may_read & (key >= start) & (key < start + Q)
+                own = tl.load(positions_ptr + first + row, mask=row < num_rows, other=0)
+                own = own.to(tl.int32)
+                theirs = positions_ptr + first + key - start
+                in_item = may_read & (key >= start) & (key < start + num_rows)
                 key_position = tl.load(theirs, mask=in_item, other=0).to(tl.int32)
                 key_position = tl.where(is_before, key, key_position)
                 sees = sees & (key_position[None, :] > own[:, None] - WINDOW)
@@ -391,8 +400,8 @@ def _attend(
     else:
         part = place * SPLITS + tl.program_id(2)
         tl.store(results_ptr + part[:, None] * D + column[None, :], result, mask=is_real)
-        tl.store(statistics_ptr + part * 2, highest, mask=row < Q)
-        tl.store(statistics_ptr + part * 2 + 1, total, mask=row < Q)
+        tl.store(statistics_ptr + part * 2, highest, mask=row < num_rows)
+        tl.store(statistics_ptr + part * 2 + 1, total, mask=row < num_rows)
 
 
 @triton.jit

@@ -24,11 +24,12 @@ from peagle.kernels.gpu.sampling import (
     find_thresholds,
 )
 from peagle.kernels.reference.sampling import SamplingMetadata
-from peagle.kernels.reference.trees import BeamRows, Candidates, TreePath
+from peagle.kernels.reference.trees import BeamRows, Candidates, SharedRows, TreePath
 from peagle.speculation.trees import num_candidates
 
 _TOPS_CHUNK = 1024  # columns: what one warp reads at once
 _RANKED_AT_ONCE = 32
+_RANKED_SCORES = 128  # of all slots, at once
 _ROW_COLUMNS = 512  # of a row that is copied
 _NO_ROW = tl.constexpr(2**31 - 1)
 
@@ -199,6 +200,7 @@ def store_tree(
         rows,
         state.drafts,
         *state.trees,
+        state.draft_scores,
         state.num_drafts,
         depth,
         pool,
@@ -314,6 +316,7 @@ def store_tree_kernel(
     parents,
     depths,
     ancestors,
+    draft_scores,
     num_drafts,
     depth,
     pool,
@@ -332,6 +335,7 @@ def store_tree_kernel(
 
     pool_scores, pool_parents  # [B, P] scratch
     pool_rows                  # [B, P + 1] scratch
+    draft_scores               # [L, width], or None where nobody reads them
     """
     if OVERLAPS:
         wait()
@@ -389,6 +393,8 @@ def store_tree_kernel(
     token = tl.load(own_token + place % BEAM, mask=is_node, other=0)
     tl.store(drafts + slot * width + rank, token, mask=is_node)
     tl.store(depths + slot * (width + 1) + rank + 1, (level + 1).to(tl.int64), mask=is_node)
+    if draft_scores is not None:
+        tl.store(draft_scores + slot * width + rank, score, mask=is_node)
     tl.store(pool_rows + place, rank + 1, mask=in_pool)
     there = tl.sum((is_node & (score > float("-inf"))).to(tl.int64), 0)
     tl.store(num_drafts + slot, tl.minimum(tl.load(num_drafts + slot), there))
@@ -414,6 +420,111 @@ def store_tree_kernel(
         up = tl.load(pool_rows + up, mask=is_row, other=0)
         tl.debug_barrier()
     tl.store(ancestors + slot * (width + 1) + row, bits, mask=is_row)
+
+
+def share_rows(
+    state: DeviceBatch, slots: Tensor, counts: StepCounts, num_rows: int
+) -> tuple[StepCounts, SharedRows]:
+    """As kernels/reference/trees.py."""
+    assert state.draft_scores is not None
+    (batch, size), width = counts.drafts.shape, state.draft_scores.shape[1]
+    ranks = torch.empty(batch, size + 1, dtype=torch.int64, device=slots.device)
+    lengths = torch.empty(batch, dtype=torch.int32, device=slots.device)
+    rank_rows_kernel[(batch,)](
+        slots,
+        state.draft_scores,
+        counts.num_drafts,
+        ranks,
+        lengths,
+        num_rows,
+        size,
+        width,
+        ROWS=triton.next_power_of_2(size + 1),
+        CHUNK=_RANKED_SCORES,
+        **overlapping(),
+    )
+    starts = torch.empty(batch + 1, dtype=torch.int32, device=slots.device)
+    index = torch.empty(num_rows, dtype=torch.int64, device=slots.device)
+    left = torch.empty(2, batch, dtype=torch.int64, device=slots.device)
+    give_rows_kernel[(batch,)](
+        lengths,
+        counts.num_drafts,
+        counts.num_rows,
+        starts,
+        index,
+        left,
+        size,
+        ROWS=triton.next_power_of_2(size + 1),
+        SLOTS=triton.next_power_of_2(batch),
+        num_warps=1,
+        **overlapping(),
+    )
+    counts = counts._replace(num_drafts=left[0], num_rows=left[1])
+    return counts, SharedRows(starts, index, ranks)
+
+
+@triton.jit
+def rank_rows_kernel(
+    slots, scores, num_drafts, ranks, lengths, num_rows, size, width,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (B,). A slot's rows among all: how many stand before each of them.
+
+    ranks    # [B, N+1]
+    lengths  # [B] how many are among the first `num_rows`
+    """
+    if OVERLAPS:
+        wait()
+    b, rows_per_slot = tl.program_id(0), size + 1
+    row = tl.arange(0, ROWS)
+    place = b * rows_per_slot + row
+    is_row = row < rows_per_slot
+    score = _row_scores(slots, scores, num_drafts, tl.full((ROWS,), b, tl.int32), row, size, width)
+    rank = tl.zeros((ROWS,), dtype=tl.int32)
+    total = tl.num_programs(0) * rows_per_slot
+    for chunk in range(0, total, CHUNK):
+        other = chunk + tl.arange(0, CHUNK)
+        is_other = other < total
+        slot = tl.where(is_other, other // rows_per_slot, 0)
+        theirs = _row_scores(slots, scores, num_drafts, slot, other % rows_per_slot, size, width)
+        before = _comes_before(theirs[None, :], other[None, :], score[:, None], place[:, None])
+        rank += tl.sum((before & is_other[None, :]).to(tl.int32), 1)
+    tl.store(ranks + place, rank.to(tl.int64), mask=is_row)
+    tl.store(lengths + b, tl.sum((is_row & (rank < num_rows)).to(tl.int32), 0))
+
+
+@triton.jit
+def _row_scores(slots, scores, num_drafts, b, row, size, width):
+    """Of rows of slots b of the step: a newest token comes before all drafts, behind them what is
+    none."""
+    slot = tl.load(slots + b)
+    is_draft = (row > 0) & (row <= size) & (row <= tl.load(num_drafts + b))
+    score = tl.load(scores + slot * width + row - 1, mask=is_draft, other=float("-inf"))
+    return tl.where(row == 0, float("inf"), score)
+
+
+@triton.jit
+def give_rows_kernel(
+    lengths, num_drafts, num_rows, starts, index, left, size,
+    ROWS: tl.constexpr, SLOTS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (B,). A slot's rows stand behind those of the slots before it.
+
+    left  # [2, B]: drafts and rows that each slot goes on with
+    """
+    if OVERLAPS:
+        wait()
+    b, batch = tl.program_id(0), tl.num_programs(0)
+    slot, row = tl.arange(0, SLOTS), tl.arange(0, ROWS)
+    start = tl.sum(tl.load(lengths + slot, mask=slot < b, other=0), 0)
+    length = tl.load(lengths + b)
+    tl.store(starts + b, start)
+    tl.store(starts + batch, start + length, mask=b == batch - 1)
+    places = b * (size + 1) + row
+    tl.store(index + start + row, places.to(tl.int64), mask=row < length)
+    drafted = tl.minimum(tl.load(num_drafts + b), (length - 1).to(tl.int64))
+    tl.store(left + b, drafted)
+    tl.store(left + batch + b, tl.where(tl.load(num_rows + b) > 0, drafted + 1, 0))
 
 
 def best_chain(token_ids: Tensor, log_probs: Tensor) -> Tensor:

@@ -47,8 +47,8 @@ def paged_attention(
     there = _written(rows) & _may_be_seen(rows, window)  # [I, T]
     slots = _slots(rows).where(there, 0)
     k, v = _only(there, keys[slots]), _only(there, values[slots])
-    by_item = q.reshape(len(rows.starts), rows.rows_per_item, *q.shape[1:])
-    return attend(by_item, k, v, _visible(rows, window), scores).flatten(0, 1)
+    out = attend(_by_item(rows, q), k, v, _visible(rows, window), scores)
+    return out.flatten(0, 1) if rows.row_starts is None else out[_is_given(rows)]
 
 
 def attend(
@@ -71,6 +71,23 @@ def attend(
     weights = weights.masked_fill(hidden, 0)
     out = torch.einsum("...grqt,...tgd->...qgrd", weights, at_least_float32(v))
     return out.reshape(q.shape).to(q.dtype)
+
+
+def _by_item(rows: PagedRows, x: Tensor) -> Tensor:
+    """Rows [N, ...] -> [I, Q, ...]; zeros where an item has fewer."""
+    shape = len(rows.starts), rows.rows_per_item, *x.shape[1:]
+    if rows.row_starts is None:
+        return x.reshape(shape)
+    padded = x.new_zeros(shape)
+    padded[_is_given(rows)] = x
+    return padded
+
+
+def _is_given(rows: PagedRows) -> Tensor:
+    """[I, Q]: whether the item has so many rows, where rows are shared."""
+    assert rows.row_starts is not None
+    offsets = torch.arange(rows.rows_per_item, device=rows.row_starts.device)
+    return offsets < rows.row_starts.diff()[:, None]
 
 
 def _softmax(products: Tensor, sinks: Tensor | None) -> Tensor:
@@ -107,7 +124,7 @@ def _visible_in_trees(rows: PagedRows, ancestors: Tensor, window: int | None) ->
     if window is None:
         return visible
     assert not rows.first_row, "the positions of earlier rows are not known here"
-    position = rows.positions.view(shape)
+    position = _by_item(rows, rows.positions).view(shape)
     own = place.clamp(0, rows.rows_per_item - 1).long()
     key_position = torch.where(place < 0, key, position.transpose(1, 2).gather(2, own))
     return visible & (key_position > position - window)

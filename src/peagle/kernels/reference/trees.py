@@ -33,6 +33,14 @@ class TreePath(NamedTuple):
     is_leaf: Tensor  # [B] int64, 1: no node stands behind the last that it takes
 
 
+class SharedRows(NamedTuple):
+    """Rows that the slots of a step have together, R of B * Q, where Q is what one has at most."""
+
+    starts: Tensor  # [B + 1] int32: where each slot's begin
+    places: Tensor  # [R] int64: where they stand among the B * Q, slot after slot
+    ranks: Tensor  # [B, Q] int64: of all rows, which stand before each in the order of giving
+
+
 def top_tokens(
     logits: Tensor,
     metadata: SamplingMetadata | None,
@@ -107,6 +115,35 @@ def store_tree(
         state.draft_scores[slots, :size] = tree.scores.float()
     num_there = (tree.scores > -torch.inf).sum(1)
     state.num_drafts[slots] = torch.minimum(state.num_drafts[slots], num_there)
+
+
+def share_rows(
+    state: DeviceBatch,
+    slots: Tensor,  # [B]
+    counts: StepCounts,
+    num_rows: int,  # R
+) -> tuple[StepCounts, SharedRows]:
+    """Every slot has a row for its newest token, and the most probable drafts of all slots have the
+    others. What is left goes to no draft. -> with how many drafts each slot goes on."""
+    assert state.draft_scores is not None
+    batch, size = counts.drafts.shape
+    node = torch.arange(size, device=slots.device)
+    scores = state.draft_scores[slots, :size]
+    scores = scores.masked_fill(node >= counts.num_drafts[:, None], -torch.inf)
+    scores = torch.cat((torch.full_like(scores[:, :1], torch.inf), scores), dim=1).flatten()
+    order = scores.sort(descending=True, stable=True).indices
+    ranks = torch.empty_like(order)
+    ranks[order] = torch.arange(len(order), device=slots.device)
+    ranks = ranks.view(batch, size + 1)
+    lengths = (ranks < num_rows).sum(1)
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    is_given = torch.arange(size + 1, device=slots.device) < lengths[:, None]
+    num_drafts = torch.minimum(counts.num_drafts, lengths - 1)
+    counts = counts._replace(
+        num_drafts=num_drafts, num_rows=torch.where(counts.num_rows > 0, num_drafts + 1, 0)
+    )
+    index = is_given.flatten().nonzero()[:, 0]
+    return counts, SharedRows(starts.int(), index, ranks)
 
 
 best_chain = trees.best_chain
