@@ -507,6 +507,21 @@ MUTANTS = (
     Mutant("data/chat_formats.py", "at = len(self._rest) - held", "at = len(self._rest)", FORMATS),
     # How many drafts a step verifies.
     Mutant("speculation/budget.py", "steps = batch - fewer", "steps = batch", BUDGET),
+    Mutant("speculation/budget.py", "if n * batch <= rows]", "if n <= rows]", BUDGET),
+    Mutant(
+        "kernels/reference/trees.py",
+        "(ranks < num_rows).sum(1)",
+        "(ranks <= num_rows).sum(1)",
+        AUTO,
+    ),
+    Mutant(
+        "kernels/reference/trees.py",
+        "counts.num_drafts, lengths - 1",
+        "counts.num_drafts, lengths",
+        AUTO,
+    ),
+    Mutant("engine/step.py", "shared.ranks.gather(1, taken[0]) // shape.batch", "taken[0]", AUTO),
+    Mutant("engine/scheduler.py", "drafts = self.budget.fitted(drafts, left)", "pass", AUTO),
     Mutant("speculation/budget.py", "np.where(fits, tokens", "np.where(True, tokens", BUDGET),
     Mutant("engine/step.py", "drafting.drafter.feed(batch)", "pass", AUTO),
     Mutant("engine/step.py", "drafting.drafter.feed(batch)", "pass", TOGETHER),

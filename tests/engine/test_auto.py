@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from peagle.engine.engine import Engine, Speculation
 from peagle.engine.runner import Runner
+from peagle.engine.scheduler import Schedule
 from peagle.errors import ConfigError
 from peagle.models.drafter import Drafter, SequenceDraft
 from peagle.models.ngram import NgramDrafter
@@ -284,6 +285,32 @@ def test_an_unsure_request_has_fewer_drafts_than_a_sure_one(static: bool) -> Non
     naive.check(target(), [sure, unsure], jobs)
     assert any(shape.mean_nodes for shape in engines.watched(engine).shapes) == static
     assert sure.stats.mean_acceptance_length > unsure.stats.mean_acceptance_length
+
+
+def test_shared_rows_leave_prompts_theirs() -> None:
+    """While prompts wait, drafts have half of a step's rows."""
+    jobs = [Job(p, GREEDY, joins=n // 2 * 3) for n, p in enumerate(prompts(6, seed=2))]
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 24}
+    drafter = drafter_named("trees", jobs)
+    engine = engines.make_engine(target(), drafter, 4, static=True, nodes=12, auto=True, **options)
+    assert engine.budget is not None
+    engine.budget._review = lambda _: setattr(engine.budget, "num_drafts", 7)  # type: ignore
+    engine.budget._explored = lambda: 7  # type: ignore[method-assign]
+    schedule, seen = engine.scheduler.schedule, set()
+
+    def watched() -> Schedule:
+        made = schedule()
+        assert made.drafts is not None
+        mean = made.drafts.mean_drafts or 0
+        num_rows = len(made.slots) + mean * len(made.drafts.caps)
+        assert num_rows + sum(c.num_rows for c in made.chunks) <= 24
+        seen.add((len(made.drafts.caps), mean))
+        return made
+
+    engine.scheduler.schedule = watched  # type: ignore[method-assign]
+    naive.check(target(), engines.run(engine, jobs), jobs)
+    assert (2, 7) in seen
+    assert any(0 < mean < 7 for _, mean in seen)
 
 
 def test_rejection_keeps_a_fixed_number_of_drafts() -> None:
