@@ -53,6 +53,7 @@ GRAMMAR = ("engine/test_structured_outputs.py",)
 WINDOWS = "engine/test_windows.py", "engine/test_blocks.py"
 PREFIXES = "engine/test_prefix_caching.py", "engine/test_blocks.py"
 AUTO = ("engine/test_auto.py",)
+GPU_TREES = ("kernels/gpu/test_trees.py",)
 BUDGET = ("speculation/test_budget.py",)
 GROWN_TREES = ("speculation/test_trees.py",)
 CACHES = ("engine/test_cache_after_rejection.py",)
@@ -512,13 +513,13 @@ MUTANTS = (
         "kernels/reference/trees.py",
         "(ranks < num_rows).sum(1)",
         "(ranks <= num_rows).sum(1)",
-        AUTO,
+        GPU_TREES,
     ),
     Mutant(
         "kernels/reference/trees.py",
         "counts.num_drafts, lengths - 1",
         "counts.num_drafts, lengths",
-        AUTO,
+        GPU_TREES,
     ),
     Mutant("engine/step.py", "shared.ranks.gather(1, taken[0]) // shape.batch", "taken[0]", AUTO),
     Mutant("engine/scheduler.py", "drafts = self.budget.fitted(drafts, left)", "pass", AUTO),

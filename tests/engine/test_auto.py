@@ -281,8 +281,13 @@ def test_an_unsure_request_has_fewer_drafts_than_a_sure_one(static: bool) -> Non
     assert engine.budget is not None
     if static:
         engine.budget.form_of = lambda *_: DraftForm(4, 12, 2)  # type: ignore[method-assign]
+    seen: list[tuple[int, list[int]]] = []
+    paths_of(engine, seen)
     sure, unsure = engines.run(engine, jobs)
     naive.check(target(), [sure, unsure], jobs)
+    if static:  # four nodes of one request take both places of two
+        assert (2, [1, 1, 2, 2]) in seen
+        assert all(place <= count for count, path in seen for place in path)
     assert any(shape.mean_nodes for shape in engines.watched(engine).shapes) == static
     assert sure.stats.mean_acceptance_length > unsure.stats.mean_acceptance_length
 
