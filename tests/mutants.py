@@ -521,7 +521,7 @@ MUTANTS = (
         "counts.num_drafts, lengths",
         GPU_TREES,
     ),
-    Mutant("engine/step.py", "shared.ranks.gather(1, taken[0]) // shape.batch", "taken[0]", AUTO),
+    Mutant("engine/step.py", "shared.ranks.gather(1, taken[0]) - shape.batch", "taken[0]", AUTO),
     Mutant("engine/scheduler.py", "drafts = self.budget.fitted(drafts, left)", "pass", AUTO),
     Mutant("speculation/budget.py", "np.where(fits, tokens", "np.where(True, tokens", BUDGET),
     Mutant("engine/step.py", "drafting.drafter.feed(batch)", "pass", AUTO),

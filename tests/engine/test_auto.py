@@ -292,6 +292,29 @@ def test_an_unsure_request_has_fewer_drafts_than_a_sure_one(static: bool) -> Non
     assert sure.stats.mean_acceptance_length > unsure.stats.mean_acceptance_length
 
 
+def test_a_step_that_found_no_drafts_tells_nothing_of_their_worth() -> None:
+    """The drafter has paused: there are none before it has drafted again."""
+    jobs = [Job(p, GREEDY) for p in prompts(3, seed=4)]
+    drafter = drafter_named("trees", jobs)
+    engine = engines.make_engine(target(), drafter, 4, static=True, nodes=12, auto=True)
+    assert engine.budget is not None
+    engine.budget.__class__ = Scripted
+    assert isinstance(engine.budget, Scripted)
+    engine.budget.script = [(0, 0, 0)] * 4 + [(12, 4, 12)]
+    choose = engine.budget.choose
+    engine.budget.choose = lambda *args, **options: (  # type: ignore[method-assign]
+        choose(*args, **options)._replace(mean_drafts=2)
+    )
+    seen: list[tuple[int, list[int]]] = []
+    paths_of(engine, seen)
+    naive.check(target(), engines.run(engine, jobs), jobs)
+    counts = [count for count, _ in seen]
+    first = next(n for n, count in enumerate(counts) if count)
+    assert first == 3 * (3 + 1)  # of three requests, the first step with drafts having none
+    assert set(counts[first:]) == {0, 3}  # 4 x 2 for three; 0: those that have ended
+    assert not any(path for count, path in seen if not count)
+
+
 def test_shared_rows_leave_prompts_theirs() -> None:
     """While prompts wait, drafts have half of a step's rows."""
     jobs = [Job(p, GREEDY, joins=n // 2 * 3) for n, p in enumerate(prompts(6, seed=2))]

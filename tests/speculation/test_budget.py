@@ -168,15 +168,21 @@ def test_shared_drafts_fit_into_the_rows_that_are_left(batch: int, rows: int) ->
     caps = np.full(batch, 15)
     choice = DraftChoice(caps, 8, 15, np.zeros(batch), None, 7)
     fitted = budget.fitted(choice, rows)
-    assert (fitted.mean_drafts or 0) * batch <= rows
     if 7 * batch <= rows:
         assert fitted is choice
-    elif batch <= rows:
-        assert fitted.mean_drafts is not None
-        assert (fitted.caps <= fitted.num_drafts).all()
-    else:
-        assert not fitted.caps.any()
+        return
+    assert fitted.mean_drafts is not None
+    assert fitted[1:3] == budget.form_of(fitted.mean_drafts, batch)[:2]  # a shape that others have
+    assert (fitted.caps <= fitted.num_drafts).all()
+    assert fitted.mean_drafts * batch <= rows or not fitted.caps.any()
     assert budget.fitted(choice.unshared(), rows).num_drafts == 7  # the scheduler cuts those
+
+
+def test_requests_share_the_rows_of_those_that_pad_their_batch() -> None:
+    budget = DraftBudget(15, 15, free_rows=1e6, max_rows=2048, pad=lambda _: 16)
+    for batch, each in ((16, 3), (9, 5), (2, 24)):
+        assert budget._each(3, batch) == each
+    assert make_budget(is_padded=False)._each(3, 2) == 3
 
 
 def scored(scores: Sequence[Sequence[float]], free_rows: float) -> DraftChoice:

@@ -152,15 +152,24 @@ class InFlight(NamedTuple):
         """Its drafts were."""
         return self.shape.num_nodes is not None
 
-    def paths(self, rows: NDArray[np.int64], *, shared: bool = False) -> NDArray[np.int64]:
-        """Which drafts were accepted, counted from 1; 0 behind them. `shared`: their places among
-        the drafts of all slots."""
-        depth = np.arange(self.shape.depth if self.is_tree else rows.shape[1] - HEADER - 1)
-        paths = depth + 1
-        if self.is_tree:
-            first = HEADER + len(depth) + 1 + (len(depth) if shared else 0)
-            paths = rows[:, first : first + len(depth)]
-        return np.where(depth < rows[:, :1] - 1, paths, 0)
+    def paths(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Which drafts were accepted, counted from 1; 0 behind them."""
+        if not self.is_tree:
+            width = rows.shape[1] - HEADER - 1
+            return _accepted(rows, np.broadcast_to(np.arange(1, width + 1), (len(rows), width)))
+        first = HEADER + self.shape.depth + 1
+        return _accepted(rows, rows[:, first : first + self.shape.depth])
+
+    def outcomes(self, rows: NDArray[np.int64]) -> Outcomes:
+        """Where requests share rows, a draft's place is that among the drafts of all, as if they
+        had been dealt out to the requests in turn."""
+        num_drafts = np.where(rows[:, 0] > 0, rows[:, 1], 0)  # 0: it had ended
+        if self.shape.mean_nodes is None or not len(rows):
+            return Outcomes(num_drafts, self.paths(rows))
+        first = HEADER + 2 * self.shape.depth + 1
+        places = rows[:, first : first + self.shape.depth] // len(rows) + 1
+        mean = -(-rows[:, 1].sum() // len(rows))
+        return Outcomes(np.where(rows[:, 0] > 0, mean, 0), _accepted(rows, places))
 
 
 class Engine:
@@ -399,9 +408,7 @@ class Engine:
         if self.budget is None or drafts is None:
             return
         rows = rows[: len(drafts.caps)]  # behind them: requests that came with their prompts
-        mean = step.shape.mean_nodes
-        num_drafts = np.where(rows[:, 0] > 0, rows[:, 1] if mean is None else mean, 0)  # 0: ended
-        outcomes = Outcomes(num_drafts, step.paths(rows, shared=mean is not None))
+        outcomes = step.outcomes(rows)
         is_alone = step.is_alone and len(step.slots) == len(rows)
         self.budget.observe(drafts, outcomes, seconds if is_alone else None)
 
@@ -629,6 +636,11 @@ class Engine:
     @property
     def _verification(self) -> Verification:
         return self.speculation.verification if self.speculation else "coupled"
+
+
+def _accepted(rows: NDArray[np.int64], paths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of drafts one behind the other [B, K], those that were accepted; 0 behind them."""
+    return np.where(np.arange(paths.shape[1]) < rows[:, :1] - 1, paths, 0)
 
 
 def _max_model_len(target: TargetModel, config: EngineConfig) -> int:

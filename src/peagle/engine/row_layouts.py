@@ -2,7 +2,8 @@
 
 Where the host knows each request's position (a CPU collects every step at once), rows that are
 not real are left out and attention reads the cache by spans. Under graphs positions are known to
-the device alone: every item has all its rows, and those beyond its count go to the padding slot.
+the device alone: every item has all its rows, or all items share a number of them, and those beyond
+an item's count go to the padding slot.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Who computes which rows in this step: admission, prompt chunks, drafts, preemption.
 
-First come, first served. A step holds at most `max_num_batched_tokens` rows. Decoding requests go
-first, one row each before any drafts; prompts take what is left, in chunks. When blocks run out,
-drafts are given up first, then the youngest running request is preempted: its blocks are freed and
-it is recomputed later.
+First come, first served. A step holds at most `max_num_batched_tokens` rows, those aside that pad a
+graph's shape, which drafts may use where requests share rows. Decoding requests go first, one row
+each before any drafts; prompts take what is left, in chunks. When blocks run out, drafts are given
+up first, then the youngest running request is preempted: its blocks are freed and it is recomputed
+later.
 
 The last token of a prompt is a decode row like any newest token: it stands in the same step as the
 rest of the prompt, or in the next one. So prompt rows never sample.

@@ -186,7 +186,7 @@ class Step:
         if path is not None:
             taken = [path.rows[:, 1:]]
             if shared is not None:
-                taken.append(shared.ranks.gather(1, taken[0]) // shape.batch)
+                taken.append(shared.ranks.gather(1, taken[0]) - shape.batch)
             report = torch.cat((committed.report, *taken, path.is_leaf[:, None]), dim=1)
             committed = committed._replace(report=report)
         return Verified(counts, sampled.sampled_token_ids, committed, *states)

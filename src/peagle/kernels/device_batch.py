@@ -34,7 +34,7 @@ class DeviceBatch(NamedTuple):
     drafts: Tensor  # [L, D] draft tokens that the next step verifies
     trees: TreeRows | None  # [L, ...]; None where all drafts are chains
     draft_probs: Tensor | None  # [L, D, V] float32, what they were drawn from; only for rejection
-    # [L, D] float32, log-probabilities of the nodes' paths; only where rows are shared by them
+    # [L, D] float32, log-probabilities of the nodes' paths; only where their number is chosen
     draft_scores: Tensor | None = None
 
     @property
@@ -133,7 +133,7 @@ class Committed(NamedTuple):
     """What a step's verification left."""
 
     # [B, HEADER + K+1] int64: what the host reads. Of trees the K rows of their paths follow, where
-    # slots share rows also the places of these among all drafts, and whether a path ends in a leaf.
+    # slots share rows also how many drafts stand before each, and whether the path ends in a leaf.
     report: Tensor
     num_outputs: Tensor  # [B] tokens generated so far, the new ones included
     num_drafts: Tensor  # [B] drafts that are made for its next step, one behind the other

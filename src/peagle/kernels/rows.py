@@ -1,6 +1,6 @@
 """Rows over a paged cache as device tensors alone: what a step captured in a CUDA graph reads.
 
-Shapes: I items, Q rows each, N = I * Q rows, T block tables, S slots, g key-value heads, D head
+Shapes: I items, Q rows each, N rows in all, T block tables, S slots, g key-value heads, D head
 dimension. An item's rows stand at consecutive positions of one sequence. A sequence with more new
 rows than Q is several items; rows that only fill an item up are written to the padding slot.
 

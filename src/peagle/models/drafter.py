@@ -6,7 +6,8 @@ the device and without asking the host. A `HostDrafter` has neither: it looks at
 on the host, between two steps.
 
 Rows are laid out in items of one size, some of them padding. Under CUDA graphs shapes must not
-depend on values, so padding is computed for nothing; elsewhere a `Packing` leaves it out.
+depend on values, so padding is computed for nothing, less of it where items share rows; elsewhere a
+`Packing` leaves it out.
 
 Shapes: B slots, K draft tokens, P rows per slot whose token and hidden state are known, at most, C
 aux width, N rows, I items, Q rows of each.

@@ -200,7 +200,7 @@ class DraftForm(NamedTuple):
 class DraftChoice(NamedTuple):
     """What one step verifies, and what it drafts for the next."""
 
-    caps: Counts  # [B] drafts that each request verifies
+    caps: Counts  # [B] drafts that each request verifies, at most
     depth: int  # drafts behind each other that are made for the next step; 0: none
     num_drafts: int  # of a request, in shapes that must not depend on values
     expected: Numbers  # [B] drafts of each that will be accepted
@@ -229,9 +229,10 @@ class DraftBudget:
     Exact rows: every request has its own number, and where the drafts' log-probabilities are
     known (`scores`), rows go to the most probable drafts of all requests. Padded rows (`pad`: to
     how many requests a batch is padded): one of few numbers. Trees share so many rows for each
-    request by their nodes' probabilities on the device. A node's place is then that among the nodes
-    of all requests, divided by their number, so that here, too, those of any smaller number are the
-    first ones. All chains have the same length.
+    request by their nodes' probabilities on the device, and those of the requests that a batch is
+    padded with. A node's place is then that among the nodes of all requests, divided by their
+    number, so that here, too, those of any smaller number are the first ones. All chains have the
+    same length.
     """
 
     def __init__(
@@ -269,9 +270,18 @@ class DraftBudget:
             return DraftChoice(np.zeros_like(most), 0, 0, np.zeros(len(most)))
         if self._scores is not None and len(most):
             return self._by_scores(self._scores(slots), most)
-        worth = self._worth[np.minimum(most, number)]
         form = self.form_of(number, len(most))
+        worth = self._worth[np.minimum(most, self._each(number, len(most)))]
         return DraftChoice(np.minimum(most, form.num_drafts), *form[:2], worth, None, form.mean)
+
+    def _each(self, numbers: int | Counts, batch: int) -> int | Counts:
+        """Drafts that so many requests have of their own and of the padding's, on average."""
+        if not self._shares(batch):
+            return numbers
+        return numbers * self._padded(batch) // batch
+
+    def _shares(self, batch: int) -> bool:
+        return self._pad is not None and self.max_nodes is not None and self._padded(batch) > 1
 
     def fitted(self, choice: DraftChoice, rows: int) -> DraftChoice:
         """With drafts shared from so many rows at most, beside those of the newest tokens."""
@@ -279,11 +289,9 @@ class DraftBudget:
         if mean is None or mean * batch <= rows:
             return choice
         fewer = [n for n in self.numbers.tolist() if n * batch <= rows]
-        if not fewer:
-            return choice._replace(caps=np.zeros_like(choice.caps), num_drafts=1, mean_drafts=None)
-        _, most, mean = self.form_of(fewer[-1], batch)
-        caps = np.minimum(choice.caps, most)
-        return choice._replace(caps=caps, num_drafts=most, mean_drafts=mean)
+        depth, most, mean = self.form_of(fewer[-1] if fewer else 1, batch)
+        caps = np.minimum(choice.caps, most if fewer else 0)
+        return choice._replace(caps=caps, depth=depth, num_drafts=most, mean_drafts=mean)
 
     def after_cut(self, choice: DraftChoice, slots: Counts) -> DraftChoice:
         """For slots of which drafts have left since they were chosen from: the n-th is another."""
@@ -317,7 +325,7 @@ class DraftBudget:
         several times as many as another."""
         if self.max_nodes is None:
             return DraftForm(min(number, self.max_depth), number, None)
-        shares = self._pad is not None and self._padded(batch) > 1 and number < self.max_nodes
+        shares = self._shares(batch) and number < self.max_nodes
         depth = self._tree_depth(number, shares)
         if not shares:
             return DraftForm(depth, number, None)
@@ -367,7 +375,8 @@ class DraftBudget:
     def rates(self, most: Counts) -> Numbers:
         """Expected tokens per time: without drafts, and with each of `numbers`."""
         batch, numbers = self._padded(len(most)), self.numbers
-        tokens = len(most) + self._worth[np.minimum(most[:, None], numbers)].sum(0)
+        each = self._each(numbers, max(len(most), 1))
+        tokens = len(most) + self._worth[np.minimum(most[:, None], each)].sum(0)
         rows = batch * (numbers + 1)
         fits = rows <= max(self.max_rows, rows[0])
         with_drafts = np.where(fits, tokens / self.costs.estimate(batch, rows), 0.0)

@@ -1,6 +1,6 @@
 """Attention of few rows per sequence over a paged cache.
 
-Shapes: I items, Q rows each, N = I * Q rows, S slots, h heads, g key-value heads, D head dimension.
+Shapes: I items, Q rows each, N rows in all, S slots, h heads, g key-value heads, D head dimension.
 The h / g heads that share a key-value head are further rows of one tile: each key is read once.
 
 A row's bits depend on its own item, on `num_splits` and on the tile alone.

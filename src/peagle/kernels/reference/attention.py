@@ -1,6 +1,6 @@
 """Attention over a paged cache, in torch.
 
-Shapes: I items, Q rows each, N = I * Q rows, S slots, h heads, g key-value heads, D head dimension,
+Shapes: I items, Q rows each, N rows in all, S slots, h heads, g key-value heads, D head dimension,
 T positions that a block table can hold. The contract is kernels/rows.py.
 """
 
