@@ -102,9 +102,11 @@ def results_page() -> str:
         step_costs,
         same_tokens,
         acceptance,
+        temperatures,
         training,
         long_sequences,
         speed_on_a_cpu,
+        server,
         simulation_error,
         preparing_data,
         start_up,
@@ -596,6 +598,27 @@ predicts almost perfectly.
 {table(["head", "K", *SETS.values()], rows)}"""
 
 
+def temperatures() -> str:
+    found = result("temperatures_cpu")
+    gained = {(g["temperature"], g["tree"]): g for g in found["gains"] if g["chain"] == "K=7"}
+    rows = []
+    for cell in found["cells"]:
+        drafts = f"chain, K = {cell['K']}" if cell["N"] is None else f"tree, N = {cell['N']}"
+        gain = gained.get((cell["temperature"], f"N={cell['N']}"))
+        shown = f"{gain['gain']:.2f}x ({gain['low']:.2f} to {gain['high']:.2f})" if gain else ""
+        lengths = [f"{cell[key]:.2f}" for key in ("mean_acceptance_length", "without_looping")]
+        rows.append([f"{cell['temperature']:g}", drafts, *lengths, shown])
+    return f"""\
+## Trees at several temperatures
+
+Acceptance length of `smollm2-135m-p-eagle` with coupled verification on the first turns of
+{found["workload"]["num_prompts"]} MT-Bench prompts, with and without answers that fall into a loop,
+and a tree's gain over the chain of 7 with its 95 % interval over prompts. At each temperature all
+settings wrote the same answers (`temperatures_cpu.json`).
+
+{table(["temperature", "drafts", "length", "without loops", "gain"], rows)}"""
+
+
 def training() -> str:
     found = result("heads_h200")
     rows = []
@@ -740,6 +763,26 @@ def cpu_under_load() -> str:
 
 **Where it loses**: two cores have no idle arithmetic to spend on draft tokens, so the gain shrinks
 with every stream."""
+
+
+def server() -> str:
+    (cost,), load = result("server_cost_cpu")["cells"], result("server_load_cpu")
+    alone, http = (f"{cost[way]['tokens_per_second']:.1f}" for way in ("alone", "http"))
+    low, high = min(cost["shares"]), max(cost["shares"])
+    done = sum(load["requests"].values())
+    warm, end = (load["memory_mib"]["engine"][when] for when in ("warm", "end"))
+    return f"""\
+## `peagle serve` on a CPU
+
+2 cores, SmolLM2-135M with its P-EAGLE head, float32:
+
+- One stream through HTTP has {cost["share_of_engine"]:.2f} of the engine's own tokens/s ({low:.2f} to
+  {high:.2f} in {len(cost["shares"])} repeats, in turns in one run; {http} and {alone} tokens/s;
+  `server_cost_cpu.json`).
+- {load["streams"]} streams for {load["minutes"]:g} minutes with cancels, disconnects, oversized and
+  malformed requests, {done:,} in all: {load["num_wrong"]} answers differ from those of the same
+  requests alone. At the end no request and no block of the cache was left; the engine's memory was
+  {warm:,.0f} MiB after warming up, and {end:,.0f} at the end (`server_load_cpu.json`)."""
 
 
 # --- The rest ------------------------------------------------------------------------------------
