@@ -776,9 +776,9 @@ def server() -> str:
 
 2 cores, SmolLM2-135M with its P-EAGLE head, float32:
 
-- One stream through HTTP has {cost["share_of_engine"]:.2f} of the engine's own tokens/s ({low:.2f} to
-  {high:.2f} in {len(cost["shares"])} repeats, in turns in one run; {http} and {alone} tokens/s;
-  `server_cost_cpu.json`).
+- One stream through HTTP has {cost["share_of_engine"]:.2f} of the engine's own tokens/s
+  ({low:.2f} to {high:.2f} in {len(cost["shares"])} repeats, in turns in one run; {http} and {alone}
+  tokens/s; `server_cost_cpu.json`).
 - {load["streams"]} streams for {load["minutes"]:g} minutes with cancels, disconnects, oversized and
   malformed requests, {done:,} in all: {load["num_wrong"]} answers differ from those of the same
   requests alone. At the end no request and no block of the cache was left; the engine's memory was
