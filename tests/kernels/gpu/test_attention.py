@@ -153,7 +153,7 @@ def test_rows_of_trees_see_what_the_reference_lets_them_see(
 
 
 @pytest.mark.slow
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=EXAMPLES // 2)
 @given(shape=shapes(), window=WINDOWS, seed=st.integers(0, 99), data=st.data())
 def test_rows_that_items_share_see_what_they_see_among_all(
     shape: Shape, window: int | None, seed: int, data: st.DataObject
