@@ -149,7 +149,7 @@ class InFlight(NamedTuple):
 
     @property
     def is_tree(self) -> bool:
-        """Its drafts were."""
+        """Whether its drafts were trees."""
         return self.shape.num_nodes is not None
 
     def paths(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -571,14 +571,12 @@ class Engine:
         depth, nodes = speculation.num_speculative_tokens, speculation.num_draft_nodes
         if self.budget is None:
             return [plain._replace(depth=depth, num_nodes=nodes)]
+        numbers = self.budget.likely(batch, most_likely_alone=has_prompts)
         return [
             plain._replace(
-                depth=form.depth,
-                num_nodes=form.num_drafts if self._has_trees else None,
-                mean_nodes=form.mean,
+                depth=depth, num_nodes=most if self._has_trees else None, mean_nodes=mean
             )
-            for n in self.budget.likely(batch, most_likely_alone=has_prompts)
-            for form in (self.budget.form_of(n, batch),)
+            for depth, most, mean in (self.budget.form_of(n, batch) for n in numbers)
         ]
 
     @property

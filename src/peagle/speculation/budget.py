@@ -190,11 +190,11 @@ class ScoreCalibration:
 
 
 class DraftForm(NamedTuple):
-    """Of the drafts of a step whose shape must not depend on values."""
+    """The shape of a step's drafts, which under CUDA graphs must not depend on values."""
 
     depth: int
     num_drafts: int  # of one request, at most
-    mean: int | None  # of all, where they share rows
+    mean: int | None  # of a request on average, where all share rows; None: they do not
 
 
 class DraftChoice(NamedTuple):
@@ -216,11 +216,10 @@ class DraftChoice(NamedTuple):
 
     def unshared(self) -> DraftChoice:
         """With the mean for each request."""
-        if self.mean_drafts is None:
-            return self
         mean = self.mean_drafts
-        caps = np.minimum(self.caps, mean)
-        return self._replace(caps=caps, num_drafts=mean, mean_drafts=None)
+        if mean is None:
+            return self
+        return self._replace(caps=np.minimum(self.caps, mean), num_drafts=mean, mean_drafts=None)
 
 
 class DraftBudget:
@@ -314,8 +313,7 @@ class DraftBudget:
             self.calibration.observe(choice.scores, outcomes)
         if seconds is None:
             return
-        own = choice.num_drafts if choice.mean_drafts is None else choice.mean_drafts
-        rows = self._padded(batch) * (own + 1)
+        rows = self._padded(batch) * (choice.unshared().num_drafts + 1)
         if self._pad is None:
             rows = batch + int(outcomes.num_drafts.sum())
         self.costs.observe(self._padded(batch), rows, seconds, is_off=not choice.depth)

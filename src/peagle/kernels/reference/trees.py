@@ -38,7 +38,7 @@ class SharedRows(NamedTuple):
 
     starts: Tensor  # [B + 1] int32: where each slot's begin
     places: Tensor  # [R] int64: where they stand among the B * Q, slot after slot
-    ranks: Tensor  # [B, Q] int64: of all rows, which stand before each in the order of giving
+    ranks: Tensor  # [B, Q] int64: how many of all B * Q rows have a better claim than each
 
 
 def top_tokens(
