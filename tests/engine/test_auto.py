@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from peagle.engine.engine import Engine, Speculation
 from peagle.engine.runner import Runner
 from peagle.engine.scheduler import Schedule
+from peagle.engine.step import StepShape
 from peagle.errors import ConfigError
 from peagle.models.drafter import Drafter, SequenceDraft
 from peagle.models.ngram import NgramDrafter
@@ -374,3 +375,32 @@ def test_steps_that_had_to_be_captured_tell_nothing_of_costs(
     engines.run(engine, jobs)
     assert engine.budget is not None
     assert bool(engine.budget.costs._places) != captures
+
+
+@pytest.mark.parametrize("name", ["trees", "p-eagle", "host"])
+def test_shapes_are_timed_as_they_will_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: set[StepShape] = set()
+
+    def seconds(runner: Runner, shape: StepShape) -> float:
+        timed.add(shape)
+        return 0.001 * (1 + shape.batch * (shape.max_drafts + 1) / 64)
+
+    monkeypatch.setattr(Runner, "seconds", seconds)
+    jobs = [Job(p, GREEDY) for p in prompts(4, seed=1)]
+    engine = engines.make_engine(
+        target(),
+        drafter_named(name, jobs),
+        4,
+        static=True,
+        nodes=12 if name == "trees" else None,
+        auto=True,
+    )
+    engine.warm_up()
+    assert {shape.batch for shape in timed} == {1, 2, 4, 8}
+    budget = engine.budget
+    assert budget is not None
+    forms = {budget.form_of(n, b) for b in (1, 2, 4, 8) for n in budget.numbers.tolist()}
+    wanted = {(f.depth, f.num_drafts if name == "trees" else f.depth, f.mean) for f in forms}
+    with_drafts = {shape for shape in timed if not shape.feeds}
+    assert {(s.depth, s.max_drafts, s.mean_nodes) for s in with_drafts} <= wanted
+    naive.check(target(), engines.run(engine, jobs), jobs)

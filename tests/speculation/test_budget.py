@@ -14,10 +14,12 @@ from peagle.speculation.budget import (
     Counts,
     DraftBudget,
     DraftChoice,
+    DraftForm,
     Numbers,
     Outcomes,
     ScoreCalibration,
     StepCosts,
+    StepTimer,
     falling,
 )
 
@@ -91,10 +93,15 @@ class World:
 
 
 def make_budget(
-    *, is_padded: bool, free_rows: float = 24.0, max_rows: int = 2048, nodes: int | None = 15
+    *,
+    is_padded: bool,
+    free_rows: float = 24.0,
+    max_rows: int = 2048,
+    nodes: int | None = 15,
+    timer: StepTimer = lambda batch, form: None,
 ) -> DraftBudget:
     pad = (lambda batch: batch) if is_padded else None
-    return DraftBudget(15, nodes, free_rows=free_rows, max_rows=max_rows, pad=pad)
+    return DraftBudget(15, nodes, free_rows=free_rows, max_rows=max_rows, pad=pad, timer=timer)
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
@@ -132,6 +139,60 @@ def test_drafts_that_never_pay_are_given_up_and_taken_up_again_when_they_do(
     assert world.run(3000, 4, SURE)[-1].num_drafts > 0
     world.run(300, 4, SURE)
     assert world.rate > 0.95 * world.best_rate(4, SURE)
+
+
+@pytest.mark.parametrize("seconds", [flat, steep])
+@pytest.mark.parametrize("values", [SURE, UNSURE, NEVER], ids=["sure", "unsure", "never"])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_steps_that_are_timed_by_themselves_need_not_be_met(
+    batch: int, values: Numbers, seconds: Seconds
+) -> None:
+    """Where prompts come with every step, none shows what its drafts alone cost."""
+    timed: list[int] = []
+
+    def timer(requests: int, form: DraftForm) -> float:
+        number = form.num_drafts if form.mean is None else form.mean
+        timed.append(number)
+        return 0.01 * (seconds(requests, requests * (number + 1)) + 0.1 * (number > 0))
+
+    budget = make_budget(is_padded=True, timer=timer)
+    observe = budget.observe
+    budget.observe = lambda choice, outcomes, _=None: observe(choice, outcomes)  # type: ignore
+    world = World(budget, seconds, is_padded=True)
+    world.run(300, batch, values)
+    world.run(300, batch, values)
+    assert world.rate > 0.93 * world.best_rate(batch, values)
+    assert len(timed) == len(set(timed))
+
+
+def test_a_number_of_requests_that_is_soon_another_has_nothing_timed() -> None:
+    timed: list[int] = []
+
+    def timer(batch: int, form: DraftForm) -> float:
+        timed.append(batch)
+        return 0.01
+
+    budget = make_budget(is_padded=True, timer=timer)
+    for batch in [1, 2, 3, 4] * 10:
+        budget.choose(np.arange(batch), np.full(batch, 15), may_explore=True)
+    assert not timed
+    for _ in range(64):
+        budget.choose(np.arange(4), np.full(4, 15), may_explore=False)
+    assert set(timed) == {4}
+
+
+def test_what_was_learned_before_a_step_was_timed_keeps_its_relations() -> None:
+    costs = StepCosts(24.0)
+    for _ in range(200):
+        for rows, seconds in ((16, 1.0), (64, 3.0)):
+            costs.observe(4, rows, seconds)
+    before = costs.estimate(4, np.array([16, 64]))
+    costs.start(4, 16, 0.002)
+    after = costs.estimate(4, np.array([16, 64]))
+    assert after[0] == pytest.approx(0.002, rel=0.01)
+    assert after[1] / after[0] == pytest.approx(before[1] / before[0], rel=0.02)
+    costs.start(4, 64, 0.005)
+    assert costs.estimate(4, np.array([16, 64])) == pytest.approx([0.002, 0.005], rel=0.01)
 
 
 def test_a_step_keeps_to_its_rows() -> None:

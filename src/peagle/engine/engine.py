@@ -30,7 +30,7 @@ from peagle.engine.memory import make_allocator, make_groups
 from peagle.engine.prefix_cache import PrefixCacheStats
 from peagle.engine.prompts import check_tokens
 from peagle.engine.request import DraftTree, Request, TokenLogprobs
-from peagle.engine.runner import Report
+from peagle.engine.runner import BATCH_SIZES, WARM_CONTEXTS, Report, padded
 from peagle.engine.sampler import SAMPLINGS
 from peagle.engine.scheduler import Chunk, Schedule, Scheduler, Slot
 from peagle.engine.step import StepShape
@@ -39,7 +39,7 @@ from peagle.kernels.device_batch import HEADER
 from peagle.models.drafter import Drafter, HostTreeDrafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
-from peagle.speculation.budget import DraftChoice, Outcomes
+from peagle.speculation.budget import DraftChoice, DraftForm, Outcomes
 from peagle.speculation.draft_limit import cache_slack
 from peagle.speculation.statistics import SpecDecodeStats
 from peagle.speculation.trees import BEAM, num_candidates
@@ -220,7 +220,8 @@ class Engine:
             static=on_gpu if static_shapes is None else static_shapes,
         )
         self.clock = Clock(self.stats)
-        self.budget = make_budget(speculation, self.runner, config.max_num_batched_tokens)
+        max_rows = config.max_num_batched_tokens
+        self.budget = make_budget(speculation, self.runner, max_rows, self._seconds)
         self.scheduler = Scheduler(
             self.allocator,
             config.max_num_seqs,
@@ -236,6 +237,7 @@ class Engine:
         overlaps = on_gpu if async_scheduling is None else async_scheduling
         self._overlaps = overlaps and self._host_drafter is None
         self._in_flight: deque[InFlight] = deque()
+        self._num_graphs = 0  # captured before the step that was launched last
 
     @torch.inference_mode()
     def step(self) -> list[NewTokens]:
@@ -289,9 +291,9 @@ class Engine:
                 chunks=[c for c in chunks if c not in hosts],
             )
         if schedule:
-            num_graphs = self.runner.num_graphs
             step = self._run(schedule.slots, schedule.caps, schedule.chunks, drafts)
-            has_captured = self.runner.num_graphs > num_graphs  # while the device waited
+            has_captured = self.runner.num_graphs > self._num_graphs  # while the device waited
+            self._num_graphs = self.runner.num_graphs
             is_alone = not (schedule.chunks or needs_host.any() or has_captured)
             self._in_flight.append(step._replace(is_alone=is_alone))
         self.scheduler.launched(chunks)
@@ -562,6 +564,22 @@ class Engine:
     def warm_up(self) -> None:
         """Captures the CUDA graphs of common steps now rather than when each is first met."""
         self.runner.warm_up(self._common_drafts, self.scheduler.max_num_batched_tokens)
+        if self.budget is not None:
+            last = padded(self.scheduler.max_num_seqs, BATCH_SIZES)
+            for batch in (size for size in BATCH_SIZES if size <= last):
+                self.budget.time(batch)
+
+    def _seconds(self, batch: int, form: DraftForm) -> float | None:
+        """Of a step of so many greedy requests with such drafts, where that can be measured."""
+        slots = np.flatnonzero(self.scheduler.batch.ready())
+        reach = int(self.scheduler.batch.reach(slots).max(initial=0)) or WARM_CONTEXTS[-1]
+        num_splits = self.runner.num_splits(batch, reach)
+        shape = StepShape(batch=batch, depth=form.depth, sampling="greedy", num_splits=num_splits)
+        if not form.depth:
+            return self.runner.seconds(shape._replace(feeds=True))
+        if self._has_trees:
+            shape = shape._replace(num_nodes=form.num_drafts, mean_nodes=form.mean)
+        return self.runner.seconds(shape)
 
     def _common_drafts(self, batch: int, has_prompts: bool) -> list[StepShape]:
         """What so many requests may be drafted; beside prompts only what is most likely."""

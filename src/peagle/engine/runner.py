@@ -113,6 +113,12 @@ class Runner:
             return self._run_eagerly(Step(self.models, shape), inputs, host)
         return Report(*self._graph(shape).run(inputs))
 
+    def seconds(self, shape: StepShape) -> float | None:
+        """Of a step over nobody's rows, captured for that; None where steps are not graphs."""
+        if self._memory is None:
+            return None
+        return self._graph(self._padded(shape, ())).seconds
+
     def warm_up(self, drafts: DraftShapes, max_rows: int) -> None:
         """Captures the shapes that greedy requests meet: every size of a batch and of prompts, for
         contexts of WARM_CONTEXTS, with the drafts of each. There is nothing to do where steps are

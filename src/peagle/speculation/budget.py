@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 
 Counts = NDArray[np.int64]
 Numbers = NDArray[np.float64]
+# Requests and the form of their drafts -> seconds of such a step by itself; None: not measurable.
+StepTimer = Callable[[int, "DraftForm"], float | None]
 
 REVIEW_STEPS = 16  # between two looks at which number of drafts is best
 # Steps until another number is tried for the first time with some number of requests, and how
@@ -43,10 +45,12 @@ class StepCosts:
     Learned from pairs of steps that ran one after the other: how fast the machine is changes, with
     its other users and with the length of contexts, but hardly from one step to the next. What is
     learned is how a step's time compares with a first guess, `1 + rows / free_rows`; near it, the
-    same is expected. More rows never cost less.
+    same is expected. More rows never cost less. Steps that can be timed by themselves (`start`)
+    need no guess.
     """
 
     MEMORY = 20.0  # pairs that a step's cost remembers
+    TIMED = 5.0  # pairs that a step counts for that was timed by itself
     OUTLIER = 3.0  # times what was expected, more does not count
     REACH = 0.15  # natural logarithm of the factor at which a measurement counts 1/e
     RESOLUTION = 8  # classes of rows and of requests per doubling
@@ -59,6 +63,7 @@ class StepCosts:
         self._points = np.zeros((0, 3))  # log requests, log rows, without drafts
         self._logs, self._weights = np.zeros(0), np.zeros(0)  # logarithm of time over guess
         self._last: tuple[int, float] | None = None  # place of the step before, and its logarithm
+        self._is_timed = False
 
     def observe(self, batch: int, rows: int, seconds: float, *, is_off: bool = False) -> None:
         """A step right behind the one that was observed last; `is_off`: it drafted nothing."""
@@ -76,6 +81,17 @@ class StepCosts:
         self._logs[other] -= change * (1 - share)
         for one in (place, other):
             weights[one] = min(weights[one] + 1, self.MEMORY)
+
+    def start(self, batch: int, rows: int, seconds: float, *, is_off: bool = False) -> None:
+        """A step that was timed by itself. What was learned before the first one has another unit:
+        it is brought to that of seconds."""
+        log = math.log(seconds)
+        if not self._is_timed:
+            self._logs += log - math.log(self.estimate(batch, np.array([rows]), is_off=is_off)[0])
+            self._is_timed = True
+        place = self._place(batch, rows, is_off)
+        self._logs[place] = log - math.log(float(self._guess(rows, is_off)))
+        self._weights[place] = max(self._weights[place], self.TIMED)
 
     def estimate(self, batch: int, rows: Counts, *, is_off: bool = False) -> Numbers:
         """In a unit of its own.  # rows [n], rising"""
@@ -244,13 +260,15 @@ class DraftBudget:
         pad: Callable[[int], int] | None = None,
         scores: Callable[[Counts], Numbers] | None = None,  # slots [B] -> [B, N]
         depth_is_free: bool = False,  # trees are drafted beside the step
+        timer: StepTimer = lambda batch, form: None,
     ) -> None:
         self.max_depth, self.max_nodes, self.max_rows = max_depth, max_nodes, max_rows
         self._pad, self._scores, self._depth_is_free = pad, scores, depth_is_free
         size = max_depth if max_nodes is None else max_nodes
         self.numbers = self._numbers(size)
         self.curve, self.calibration = AcceptanceCurve(size), ScoreCalibration()
-        self.costs = StepCosts(free_rows)
+        self.costs, self._timer = StepCosts(free_rows), timer
+        self._timed: set[tuple[int, int]] = set()  # requests and drafts of each
         self._worth = self._expected()  # at the last review
         self.num_drafts = -1  # the choice that holds; 0: no drafts; -1: none yet
         self._batch = 0  # for which it holds
@@ -359,9 +377,35 @@ class DraftBudget:
         """Accepted drafts of the first 0 .. N.  # [N+1]"""
         return np.concatenate(([0.0], np.cumsum(self.curve.values())))
 
+    def time(self, batch: int) -> None:
+        """Has all steps of so many requests timed that may be best."""
+        while self._time_next(np.full(batch, self.numbers[-1])):
+            pass
+
+    def _time_next(self, most: Counts) -> bool:
+        """Has a step timed that must be known before the choice is clear: the best by what is known
+        so far, or a neighbour of it. False: none is left."""
+        batch, rates = self._padded(len(most)), self.rates(most)
+        place = int(rates.argmax())
+        for near in (place, place + 1, place - 1):
+            if not 0 <= near < len(rates) or not rates[near]:
+                continue
+            number = int(self.numbers[near - 1]) if near else 0
+            if (batch, number) in self._timed:
+                continue
+            self._timed.add((batch, number))
+            form = self.form_of(number, batch) if number else DraftForm(0, 0, None)
+            seconds = self._timer(batch, form)
+            if seconds is not None:
+                self.costs.start(batch, batch * (number + 1), seconds, is_off=not number)
+                return True
+        return False
+
     def _review(self, most: Counts) -> None:
         """Which number is best, if it is clearly better than what holds."""
         self._since_review, batch = 0, self._padded(len(most))
+        if batch == self._batch:  # so many requests are there for longer than a moment
+            self._time_next(most)
         numbers, self._worth = np.concatenate(([0], self.numbers)), self._expected()
         rates = self.rates(most)
         best = int(rates.argmax())
