@@ -11,13 +11,14 @@ between them: below zero where kernels begin before the one ahead has ended, for
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from step_costs import Bench, Drafts, drafters_for, milliseconds, timers
+from step_costs import Bench, Drafts, drafters_for, engines, milliseconds, timers
 from torch.profiler import ProfilerActivity, profile
 
 from peagle.checkpoints.references import resolve_model
@@ -38,7 +39,8 @@ KINDS = {  # how a kernel's name tells what it is for; the first that fits
     "sampling": ("peaks_kernel", "merge_kernel", "scores_kernel", "thresholds_kernel"),
     "distributions": ("masses_kernel", "probs_kernel"),
     "rejection": ("uniforms_kernel", "accept_kernel", "sums_kernel", "draw_kernel"),
-    "trees": ("_tops_kernel", "_tree_kernel", "move_rows_kernel", "path_rows_kernel"),
+    "candidates and correction": ("_tops_kernel", "_normed_rows", "_gate_rows", "_lattice_log"),
+    "trees": ("_tree_kernel", "_beam_kernel", "_chain_kernel", "_rows_kernel"),
     "bookkeeping": ("_begin", "_plan", "_expand", "_embed", "_pick", "_commit", "_store_drafts"),
 }
 
@@ -75,8 +77,7 @@ def floor_bytes(bench: Bench, batch: int, depth: int, context: int) -> dict[str,
 
 
 @torch.inference_mode()
-def breakdown(bench: Bench, batch: int, depth: int, context: int) -> dict[str, Any]:
-    drafts = Drafts(depth)
+def breakdown(bench: Bench, batch: int, drafts: Drafts, context: int) -> dict[str, Any]:
     assert bench.place(batch, context, drafts)
     step = bench.step(batch, drafts, context)
     milliseconds(step)  # compiled and warm
@@ -110,10 +111,12 @@ def breakdown(bench: Bench, batch: int, depth: int, context: int) -> dict[str, A
             names[event.name] += event.device_time / REPLAYS
     step_ms = sorted(times)[len(times) // 2]
     kernels_us = sum(us for us, _ in kinds.values())
-    floor = floor_bytes(bench, batch, depth, context)
+    floor = floor_bytes(bench, batch, drafts.depth, context)
     bandwidth = BANDWIDTH.get(torch.cuda.get_device_name(), 0.0)
     return {
-        "K": depth,
+        "K": drafts.depth,
+        "nodes": drafts.nodes,
+        "mean_nodes": drafts.mean,
         "concurrency": batch,
         "context": context,
         "step_us": 1000 * step_ms,
@@ -129,7 +132,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--head", nargs="*", default=[])
-    parser.add_argument("--depths", type=int, nargs="+", default=[7])
+    parser.add_argument("--depths", type=int, nargs="*", default=[7], help="of chains")
+    parser.add_argument("--nodes", type=int, nargs="*", default=[], help="of trees")
+    parser.add_argument("--shared", type=int, nargs="*", default=[], help="as step_costs.py")
+    parser.add_argument("--tree-depth", type=int, default=7)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--context", type=int, nargs="+", default=[300])
     parser.add_argument("--out", type=Path)
@@ -138,15 +144,17 @@ def main() -> None:
         resolve_model(args.model), dtype=torch.bfloat16, device=torch.device("cuda")
     ).requires_grad_(False)
     rows = []
-    for method, drafter in {"none": None, **drafters_for(target, args)}.items():
-        chains = [Drafts(depth) for depth in args.depths]
-        bench = Bench(target, drafter, chains, args)
+    for method, drafter, every in engines(drafters_for(target, args), args):
+        bench = Bench(target, drafter, every, args)
         for batch in args.concurrency:
-            for depth in [0] if drafter is None else args.depths:
+            for drafts in every:
                 for context in args.context:
-                    row = {"method": method} | breakdown(bench, batch, depth, context)
+                    row = {"method": method} | breakdown(bench, batch, drafts, context)
                     rows.append(row)
                     print(json.dumps(row), flush=True)
+        del bench
+        gc.collect()
+        torch.cuda.empty_cache()
     workload = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     if args.out:
         document = {"steps": rows, "workload": workload, "provenance": provenance(probe_torch=True)}

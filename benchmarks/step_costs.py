@@ -44,6 +44,7 @@ from peagle.models.head_config import HeadConfig
 from peagle.models.p_eagle import PEagleDrafter
 from peagle.models.target import TargetModel, default_aux_hidden_state_layers
 from peagle.provenance import provenance
+from peagle.speculation.budget import MOST_OF_MEAN
 
 WARM_UPS, REPLAYS = 2, 10
 HEADROOM = 512  # tokens that replays may add before a request ends
@@ -231,7 +232,8 @@ def milliseconds(function: Callable[[], object]) -> float:
 
 class Drafts(NamedTuple):
     depth: int
-    nodes: int | None = None  # of a tree
+    nodes: int | None = None  # of a tree, at most
+    mean: int | None = None  # of trees that share their rows: how many nodes each has on average
 
     @property
     def total(self) -> int:
@@ -244,16 +246,17 @@ class Bench:
     def __init__(
         self, target: TargetModel, drafter: Any, drafts: list[Drafts], args: argparse.Namespace
     ) -> None:
-        """`drafts`: chains, or one tree."""
+        """`drafts`: chains, or trees; the first is the largest."""
         config = EngineConfig(
             max_model_len=max(args.context) + HEADROOM,
             max_num_seqs=max(args.concurrency),
-            max_num_batched_tokens=1024,
+            max_num_batched_tokens=2048,
         )
         speculation = None
         if drafter is not None:
-            depth = max(own.depth for own in drafts)
-            speculation = Speculation(drafter, depth, num_draft_nodes=drafts[0].nodes)
+            depth, nodes = max(own.depth for own in drafts), drafts[0].nodes
+            shares = any(own.mean for own in drafts)
+            speculation = Speculation(drafter, depth, num_draft_nodes=nodes, is_auto=shares)
         self.engine = Engine(target, config, speculation=speculation, static_shapes=True)
         self.models = models = self.engine.runner.models
         # Nobody writes the context: what memory happens to hold may be NaN, which would end slots.
@@ -285,7 +288,14 @@ class Bench:
     def step(self, batch: int, drafts: Drafts, context: int) -> Step:
         splits = self.engine.runner.num_splits(batch, context)
         size = padded(batch, BATCH_SIZES)
-        shape = StepShape(size, drafts.depth, "greedy", num_splits=splits, num_nodes=drafts.nodes)
+        shape = StepShape(
+            size,
+            drafts.depth,
+            "greedy",
+            num_splits=splits,
+            num_nodes=drafts.nodes,
+            mean_nodes=drafts.mean,
+        )
         step = Step(self.models, shape)
         step.fields.slots[:batch] = torch.arange(batch)
         step.fields.caps.fill_(drafts.total)
@@ -301,6 +311,8 @@ class Bench:
             state.trees.parents.zero_()
             state.trees.depths.copy_((own > 0).long())
             state.trees.ancestors.copy_(1 | 1 << own)
+        if state.draft_scores is not None:
+            state.draft_scores.copy_(-torch.rand_like(state.draft_scores).cumsum(1))
 
         def restart() -> None:
             """A replay must not wander off, nor its tokens become alike."""
@@ -360,6 +372,9 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", help="of chains; default 3 5 7 11, or 7")
     parser.add_argument("--nodes", type=int, nargs="*", help="of trees; default 15 31 with experts")
     parser.add_argument("--tree-depth", type=int, default=7)
+    parser.add_argument(
+        "--shared", type=int, nargs="*", default=[], help="mean nodes of trees that share rows"
+    )
     parser.add_argument("--concurrency", type=int, nargs="+", help="default 1 8 32 128, or 1 8 32")
     parser.add_argument("--context", type=int, nargs="+", help="default 1024 8192, or 1024")
     parser.add_argument("--quantization", choices=["fp8"])
@@ -387,6 +402,7 @@ def main() -> None:
                 for drafts in every:
                     cell: dict[str, Any] = {"method": method, "K": drafts.depth}
                     cell |= {"nodes": drafts.nodes} if drafts.nodes else {}
+                    cell |= {"mean_nodes": drafts.mean} if drafts.mean else {}
                     cell |= {"concurrency": batch, "context": context}
                     cell |= bench.costs(batch, drafts, context) or {"does_not_fit": True}
                     if "step_ms" in cell:
@@ -406,11 +422,12 @@ def engines(
 ) -> list[tuple[str, Any, list[Drafts]]]:
     """Method, drafter and drafts of each; plain decoding first."""
     chains = [Drafts(depth) for depth in args.depths]
-    trees = [Drafts(args.tree_depth, nodes) for nodes in args.nodes]
+    trees = [[Drafts(args.tree_depth, nodes)] for nodes in args.nodes]
+    trees += [[Drafts(args.tree_depth, MOST_OF_MEAN * n + 3, n)] for n in args.shared]
     return [
         ("none", None, [Drafts(0)]),
-        *((method, drafter, chains) for method, drafter in drafters.items()),
-        *(("p-eagle", drafters["p-eagle"], [tree]) for tree in trees if "p-eagle" in drafters),
+        *((method, drafter, chains) for method, drafter in drafters.items() if chains),
+        *(("p-eagle", drafters["p-eagle"], tree) for tree in trees if "p-eagle" in drafters),
     ]
 
 

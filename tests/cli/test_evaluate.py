@@ -100,6 +100,20 @@ def test_held_out_rows_alone(command: Shell, head: str, data: str) -> None:
     assert 0 < command.json["rows"] < 8
 
 
+def test_prompts_that_were_trained_on_are_not_even_answered(
+    command: Shell, head: str, data: str, prompts: str
+) -> None:
+    share = ("--held-out-share", "0.5", "--json", *CPU)
+    assert command("evaluate", head, "--data", data, *share) == 0
+    num_rows = command.json["rows"]
+    assert command("evaluate", head, "--prompts", prompts, "--max-tokens", "20", *share) == 0
+    assert command.json["rows"] == num_rows
+    assert f"answering {num_rows} prompts first" in command.err
+    limited = ("--limit", "1", "--max-tokens", "4")
+    assert command("evaluate", head, "--prompts", prompts, *limited, *share) == 0
+    assert command.json["rows"] == 1
+
+
 def test_a_head_for_another_target_is_refused(
     command: Shell, data: str, prompts: str, tmp_path: Path
 ) -> None:
@@ -117,6 +131,7 @@ def test_a_users_error_is_one_line(command: Shell, head: str, data: str, prompts
         ((head, "--data", "/missing"), "is not a prepared dataset"),
         ((head, "--data", data, "--spec-tokens", "9"), "cannot draft 9 tokens"),
         ((head, "--data", data, "--held-out-share", "0.0"), "is held out"),
+        ((head, "--prompts", prompts, "--held-out-share", "0.0"), "no prompt of"),
         ((head, "--data", data, "--held-out-share", "7"), "--held-out-share 7 is out of range"),
         ((head, "--data", data, "--held-out-share", "nan"), "--held-out-share"),
         ((head, "--data", data, "--spec-tokens", "0"), "--spec-tokens 0 is out of range"),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from peagle.evaluate.evaluator import Evaluation
     from peagle.evaluate.recall import GreedyEvaluation
     from peagle.sampling_params import SamplingParams
+
+T = TypeVar("T")
 
 
 @expand_flags
@@ -70,7 +73,7 @@ def evaluate(
         raise ConfigError(
             "give either --data or --prompts", hint="--data DATASET or --prompts FILE"
         )
-    from peagle.data.dataset import Dataset
+    from peagle.data.dataset import Dataset, is_held_out
     from peagle.data.prompts import read_prompts
     from peagle.evaluate.offline import (
         evaluate_pair,
@@ -78,7 +81,13 @@ def evaluate(
         own_answers,
     )
 
-    found = read_prompts(prompts, split=split, limit=limit) if prompts else None
+    found = None
+    if prompts is not None:
+        # Only those that count are answered.
+        found = read_prompts(prompts, split=split, limit=None if held_out_share else limit)
+        if held_out_share is not None:
+            held_out = [p for p in found.good if is_held_out(p.id, held_out_share)]
+            found = found._replace(good=_not_empty(held_out, "prompt", prompts)[:limit])
     dataset = Dataset(data) if data else None
     pair = load_pair(head, model, engine.config())
     k = pair.check_depth(spec_tokens)
@@ -93,7 +102,10 @@ def evaluate(
                 render.note(f"{counts.failed} prompts failed and are left out")
         assert dataset is not None
         params = _sampling_params(answers, dataset)
-        rows = _rows(dataset, held_out_share, limit if data else None)
+        rows = list(range(len(dataset)))
+        if data is not None and held_out_share is not None:
+            rows = _not_empty(dataset.split(held_out_share)[1], "row", str(data))
+        rows = rows[: limit if data else None]
         results, chains, trees = evaluate_pair(pair, dataset, rows, k, params, spec_nodes)
     document = {
         "head": head,
@@ -141,13 +153,10 @@ def _sampling_params(answers: AnswerFlags, dataset: Dataset) -> SamplingParams:
     return answers.params(recorded.max_tokens or MAX_TOKENS)
 
 
-def _rows(dataset: Dataset, held_out_share: float | None, limit: int | None) -> list[int]:
-    rows = list(range(len(dataset)))
-    if held_out_share is not None:
-        rows = dataset.split(held_out_share)[1]
-    if not rows:
-        raise DataError(f"no row of {dataset.folder} is held out", hint="raise --held-out-share")
-    return rows[:limit]
+def _not_empty(held_out: list[T], what: str, place: str) -> list[T]:
+    if not held_out:
+        raise DataError(f"no {what} of {place} is held out", hint="raise --held-out-share")
+    return held_out
 
 
 def _print_acceptance(
@@ -188,9 +197,9 @@ def _print_positions(
     columns = {"accepted": accepted, **more}
     shares = {name: [f"{share:.3f}" for share in values] for name, values in columns.items()}
     shares = {"accepted": shares.pop("accepted"), "given before": given, **shares}
-    rows = [
-        [str(draft), *row] for draft, row in enumerate(zip(*shares.values(), strict=True), start=1)
-    ]
+    # Of answers shorter than the drafts, nothing is known of the last ones.
+    by_draft = zip_longest(*shares.values(), fillvalue="-")
+    rows = [[str(draft), *row] for draft, row in enumerate(by_draft, start=1)]
     render.print_table(title, ("draft", *shares), rows, file=file)
 
 
