@@ -87,17 +87,12 @@ class ExactLayout:
 
 
 class PaddedLayout:
-    """`block_tables`  # [G, L, M]: those of DeviceBatch
-
-    Items may share fewer rows than all of theirs: then a packing brings rows to their places, whose
-    index the device has computed.
-    """
+    """`block_tables`  # [G, L, M]: those of DeviceBatch"""
 
     def __init__(self, ops: StepOps, block_tables: Tensor, block_size: int) -> None:
         self.ops, self.block_tables, self.block_size = ops, block_tables, block_size
 
     def rows(self, model: PagedModel, items: Sequence[RowItems], num_splits: int) -> Rows:
-        packing = _packing(items)
         counts = [_num_rows(group) for group in items]
         # All begin at multiples of 16 bytes, even of a single row: Triton compiles another form of
         # a kernel where a pointer does not, and one row is to have the bits it has among several.
@@ -119,7 +114,7 @@ class PaddedLayout:
             [cache.keys[place.plane] for place in cache.places],
             [cache.values[place.plane] for place in cache.places],
         )
-        return Rows(attention, places[0], packing)
+        return Rows(attention, places[0], Packing(total))
 
     def _group(
         self,
@@ -130,11 +125,8 @@ class PaddedLayout:
         positions: Tensor,
         slots: Tensor,
     ) -> PagedRows:
-        block_tables, shared = self.block_tables[table], group.shared
-        padded = positions, slots
-        if shared is not None:
-            size = len(group.slots) * group.rows_per_item
-            padded = positions.new_empty(size), slots.new_empty(size)
+        block_tables = self.block_tables[table]
+        row_starts = None if group.shared is None else group.shared.starts
         plan = self.ops.plan_rows(
             block_tables,
             group.slots,
@@ -144,13 +136,12 @@ class PaddedLayout:
             self.block_size,
             model.cache.padding_slot,
             model.max_position,
-            *padded,
+            positions,
+            slots,
             None if group.tree is None else group.tree.depths,
             group.first_row,
+            row_starts,
         )
-        if shared is not None:
-            for all_rows, own in zip(padded, (positions, slots), strict=True):
-                torch.index_select(all_rows, 0, shared.places, out=own)
         return PagedRows(
             block_tables=block_tables,
             tables=plan.tables,
@@ -163,7 +154,7 @@ class PaddedLayout:
             num_splits=num_splits,
             ancestors=None if group.tree is None else group.tree.ancestors.flatten(),
             first_row=group.first_row,
-            row_starts=None if shared is None else shared.starts,
+            row_starts=row_starts,
         )
 
     def pack(self, counts: Tensor, rows_per_item: int) -> Packing:
@@ -177,16 +168,6 @@ class PaddedLayout:
 
 
 def _num_rows(group: RowItems) -> int:
-    return (
-        len(group.slots) * group.rows_per_item if group.shared is None else len(group.shared.places)
-    )
-
-
-def _packing(items: Sequence[RowItems]) -> Packing:
-    """Of the rows of all items: those of a group that shares them come first."""
-    sizes = [len(group.slots) * group.rows_per_item for group in items]
-    shared = items[0].shared
-    if shared is None:
-        return Packing(sum(sizes))
-    others = torch.arange(sizes[0], sum(sizes), device=shared.places.device)
-    return Packing(sum(sizes), torch.cat((shared.places, others)))
+    if group.shared is not None:
+        return len(group.shared.places)
+    return len(group.slots) * group.rows_per_item

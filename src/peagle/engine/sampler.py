@@ -45,8 +45,8 @@ class SamplerOutput(NamedTuple):
     """What `commit` reads: a draft is kept where it is the token that was sampled."""
 
     drafts: Tensor  # [B, K]
-    sampled_token_ids: Tensor  # [B, K+1]
-    usable: Tensor  # [B, K+1] bool
+    sampled_token_ids: Tensor  # [B, K+1]; of a tree, [R] where slots share rows
+    usable: Tensor  # the same, bool
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,9 @@ class SampledSlots:
         )
 
     def by_slot(self, x: Tensor, packing: Packing) -> Tensor:
-        """Packed rows [R, ...] -> [B, n, ...]."""
+        """Packed rows [R, ...] -> [B, n, ...]; shared ones stay as they are."""
+        if packing.is_shared:
+            return x
         return packing.put(x).view(len(self.slots), packing.rows_per_item, *x.shape[1:])
 
 
@@ -130,7 +132,7 @@ class CoupledSampler:
         return Candidates(*(slots.by_slot(x, packing) for x in found))
 
     def _sample(self, output: OutputRows, first: int, packing: Packing) -> tuple[Tensor, Tensor]:
-        """-> tokens and usable [B, n]."""
+        """-> tokens and usable [B, n], [R] where slots share rows."""
         slots = self.slots
         if slots.sampling == "greedy":
             sampled = self._best(output)

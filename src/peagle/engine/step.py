@@ -155,7 +155,8 @@ class Step:
         if shape.shared_rows is not None:
             given = models.state, fields.slots, counts, shape.shared_rows
             counts, shared = models.ops.share_rows(*given)
-            packing = Packing(shared.ranks.numel(), shared.places, num_drafts + 1)
+            sizes = shared.ranks.numel(), shared.places, num_drafts + 1
+            packing = Packing(*sizes, is_shared=True)
         else:
             packing = models.layout.pack(counts.num_rows, num_drafts + 1)
         hidden, aux_hidden_states = self._run_target(counts, shared)
@@ -172,7 +173,7 @@ class Step:
             states = aux_hidden_states[:num_rows], aux_hidden_states[num_rows:]
         path = None
         if counts.tree is not None:
-            path, states = self._take_path(counts, sampled, states, host)
+            path, states = self._take_path(counts, sampled, states, shared, host)
             sampled = SamplerOutput(path.drafts, path.sampled, path.usable)
         committed = models.ops.commit(
             models.state,
@@ -182,13 +183,8 @@ class Step:
             models.max_draft_tokens,
             shape.depth,
             models.rows_per_depth,
+            None if path is None else path.report,
         )
-        if path is not None:
-            taken = [path.rows[:, 1:]]
-            if shared is not None:
-                taken.append(shared.ranks.gather(1, taken[0]) - shape.batch)
-            report = torch.cat((committed.report, *taken, path.is_leaf[:, None]), dim=1)
-            committed = committed._replace(report=report)
         return Verified(counts, sampled.sampled_token_ids, committed, *states)
 
     def _take_path(
@@ -196,12 +192,13 @@ class Step:
         counts: StepCounts,
         sampled: SamplerOutput,
         states: tuple[Tensor | None, Tensor | None],
+        shared: SharedRows | None,
         host: HostSampling | None,
     ) -> tuple[TreePath, tuple[Tensor | None, Tensor | None]]:
         """What the target takes of the trees, as if they had been chains; the cache as well."""
         models, cache = self.models, self.models.model.cache
         path = models.ops.walk_tree(
-            counts, sampled.sampled_token_ids, sampled.usable, self.shape.depth
+            counts, sampled.sampled_token_ids, sampled.usable, self.shape.depth, shared
         )
         for table, planes in cache.planes_by_table.items():
             models.ops.move_rows(
@@ -217,7 +214,8 @@ class Step:
             host.take_path(path.rows.tolist())
         own, prompt = states
         if own is not None:
-            own = models.ops.path_rows(own, path.rows, counts.drafts.shape[1] + 1)
+            row_starts = None if shared is None else shared.starts
+            own = models.ops.path_rows(own, path.rows, counts.drafts.shape[1] + 1, row_starts)
         return path, (own, prompt)
 
     def draft(self, verified: Verified) -> None:
@@ -282,7 +280,8 @@ class Step:
             items.append(self._prompt_items(fields.item_counts))
         # Before the embeddings: the layers' first kernel may start while the last one still runs.
         rows = self._rows(models.model, items)
-        x = models.ops.embed_tokens(table, counts.last_tokens, counts.drafts)
+        row_places = None if shared is None else shared.places
+        x = models.ops.embed_tokens(table, counts.last_tokens, counts.drafts, row_places)
         if self.shape.num_items:
             none = fields.prompt_ids.new_empty(len(fields.prompt_ids), 0)
             x = torch.cat((x, models.ops.embed_tokens(table, fields.prompt_ids, none)))

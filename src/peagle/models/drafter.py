@@ -72,10 +72,19 @@ class RowItems(NamedTuple):
 
 
 class Packing:
-    """Which of N padded rows are real; without an index all are kept."""
+    """Which of N padded rows are real; without an index all are kept. `is_shared`: items share
+    rows, and nobody wants them padded again."""
 
-    def __init__(self, total: int, index: Tensor | None = None, rows_per_item: int = 1) -> None:
+    def __init__(
+        self,
+        total: int,
+        index: Tensor | None = None,
+        rows_per_item: int = 1,
+        *,
+        is_shared: bool = False,
+    ) -> None:
         self.total, self.index, self.rows_per_item = total, index, rows_per_item
+        self.is_shared = is_shared
 
     def __len__(self) -> int:
         return self.total if self.index is None else len(self.index)

@@ -43,6 +43,30 @@ def test_plan_rows_equals_its_reference(case: Case, rows: int, last: int) -> Non
     assert torch.equal(ours.slots, written[1])
 
 
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(cases(), st.integers(1, 17), st.data())
+def test_shared_rows_are_planned_as_those_of_all(
+    case: Case, rows: int, data: st.DataObject
+) -> None:
+    batch = len(case.slots)
+    lengths = data.draw(st.lists(st.integers(1, rows), min_size=batch, max_size=batch))
+    row_starts = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+    starts, counts = case.state.num_computed[case.slots], torch.tensor(lengths, device=DEVICE)
+    depths = torch.arange(batch * rows, device=DEVICE).view(-1, rows) % 5
+    arguments = (
+        case.state.block_tables[0], case.slots, starts, counts, rows,
+        batch_cases.BLOCK_SIZE, batch_cases.PADDING_SLOT, 50,
+    )  # fmt: skip
+    everything = reference.plan_rows(*arguments, *starts.new_empty(2, batch * rows), depths)
+    is_there = (torch.arange(rows, device=DEVICE) < counts[:, None]).flatten()
+    for plan_rows in (gpu.plan_rows, reference.plan_rows):
+        written = starts.new_empty(2, sum(lengths))
+        plan = plan_rows(*arguments, *written, depths, 0, row_starts)
+        check_equal(plan[:3], everything[:3])
+        assert torch.equal(plan.positions, everything.positions[is_there])
+        assert torch.equal(plan.slots, everything.slots[is_there])
+
+
 @pytest.mark.slow
 @settings(max_examples=2 * EXAMPLES, deadline=None)
 @given(cases())
@@ -55,6 +79,10 @@ def test_commit_equals_its_reference(case: Case) -> None:
     )  # fmt: skip
     check_equal(gpu.commit(ours, *arguments), reference.commit(theirs, *arguments))
     batch_cases.check_states(ours, theirs)
+    more = torch.arange(5 * len(case.slots), device=DEVICE).view(-1, 5)
+    committed = gpu.commit(ours, *arguments, more)
+    check_equal(committed, reference.commit(theirs, *arguments, more))
+    assert torch.equal(committed.report[:, -5:], more)
 
 
 @pytest.mark.slow

@@ -59,6 +59,10 @@ def test_embed_tokens_equals_its_reference(size: int, depth: int) -> None:
     assert torch.equal(
         gpu.embed_tokens(table, first, others), reference.embed_tokens(table, first, others)
     )
+    places = torch.randperm(4 * (depth + 1), device=DEVICE)[:3]
+    ours = gpu.embed_tokens(table, first, others, places)
+    assert torch.equal(ours, reference.embed_tokens(table, first, others)[places])
+    assert torch.equal(ours, reference.embed_tokens(table, first, others, places))
 
 
 @pytest.mark.parametrize(("rows", "count", "size"), [(8, 1, 24), (14, 7, 24), (3, 3, 1100)])

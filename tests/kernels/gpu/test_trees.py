@@ -233,6 +233,35 @@ def test_shared_rows_are_the_references_and_go_to_the_most_probable_drafts(
     ]
 
 
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(seeds, st.integers(1, 6), st.integers(1, 40), st.integers(1, 6), st.data())
+def test_the_walk_through_shared_rows_is_that_through_all(
+    seed: int, batch: int, size: int, depth: int, data: st.DataObject
+) -> None:
+    counts, state = counts_of(seed, batch, size), tree_state(size)
+    generator = torch.Generator().manual_seed(seed + 1)
+    assert state.draft_scores is not None
+    state.draft_scores.copy_(-torch.rand(8, size, generator=generator).cumsum(1))
+    num_rows = data.draw(st.integers(batch, batch * (size + 1)))
+    slots = torch.arange(batch, device=DEVICE)
+    counts, shared = reference.share_rows(state, slots, counts, num_rows)
+    sampled = torch.randint(3, (batch, size + 1), generator=generator).to(DEVICE)
+    usable = (torch.rand(batch, size + 1, generator=generator) < 0.9).to(DEVICE)
+    packed = sampled.flatten()[shared.places], usable.flatten()[shared.places]
+    ours = gpu.walk_tree(counts, *packed, depth, shared)
+    check_equal(ours, reference.walk_tree(counts, *packed, depth, shared))
+    whole = reference.walk_tree(counts, sampled, usable, depth)
+    check_equal(ours[:-1], whole[:-1])
+    rows, before, is_leaf = ours.report.split([depth, depth, 1], dim=1)
+    assert torch.equal(torch.cat((rows, is_leaf), dim=1), whole.report)
+    assert torch.equal(before, shared.ranks.gather(1, rows) - batch)
+    states = torch.randn(batch * (size + 1), 3, device=DEVICE)
+    path = ours.rows, size + 1
+    for rows_of in (gpu.path_rows, reference.path_rows):
+        taken = rows_of(states[shared.places], *path, shared.starts)
+        assert torch.equal(taken, reference.path_rows(states, *path))
+
+
 @pytest.mark.slow
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(seeds, st.integers(1, 3), st.integers(1, 12), st.sampled_from([(1, 8), (3, 8), (9, 64)]))

@@ -165,7 +165,7 @@ def _run(
     if policy.batch_invariant:
         sizes = batch_invariant_tile(dim)
     else:
-        sizes = tile(rows.rows_per_item, group, dim, len(rows.starts) * kv_heads)
+        sizes = tile(_usual_rows(rows), group, dim, len(rows.starts) * kv_heads)
     row_tiles = triton.cdiv(rows.rows_per_item * group, sizes.block_m)
     grid = (len(rows.starts) * row_tiles, kv_heads, rows.num_splits)
     fetches = math.prod(grid) <= MAX_FETCHING_PROGRAMS
@@ -207,6 +207,13 @@ def _run(
         num_stages=sizes.num_stages,
         **overlapping(),
     )
+
+
+def _usual_rows(rows: PagedRows) -> int:
+    """Of an item; where items share rows, on average."""
+    if rows.row_starts is None:
+        return rows.rows_per_item
+    return -(-len(rows.positions) // len(rows.starts))
 
 
 @triton.jit
@@ -309,6 +316,9 @@ def _attend(
     if ancestors_ptr is not None:
         own_row = item.to(tl.int64) * Q + row
         ancestors = tl.load(ancestors_ptr + own_row, mask=row < Q, other=0)
+        LAST_BIT: tl.constexpr = 31 if FIRST_ROW + Q <= 32 else 63
+        if LAST_BIT == 31:
+            ancestors = ancestors.to(tl.uint32)
     last_row = tl.minimum((first_folded + BLOCK_M - 1) // GROUP, num_rows - 1)
     end = tl.minimum(tl.load(ends_ptr + item).to(tl.int32), start + FIRST_ROW + last_row + 1)
     if row_starts_ptr is not None:
@@ -366,7 +376,7 @@ def _attend(
                 sees = sees & (key[None, :] > position[:, None] - WINDOW)
         else:
             is_before = key < start
-            bit = tl.minimum(tl.maximum(key - start, 0), 63).to(tl.int64)
+            bit = tl.minimum(tl.maximum(key - start, 0), LAST_BIT).to(ancestors.dtype)
             is_ancestor = ((ancestors[:, None] >> bit[None, :]) & 1) == 1
             sees = may_read[None, :] & (is_before[None, :] | is_ancestor)
             if WINDOW > 0:

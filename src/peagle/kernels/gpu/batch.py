@@ -80,8 +80,8 @@ def begin_step(state: DeviceBatch, slots: Tensor, caps: Tensor, depth: int) -> S
 
 @triton.jit
 def _plan(
-    block_tables, tables, starts, counts, depths, out_tables, out_starts, out_ends, positions,
-    slots, num_columns, rows, block_size, padding_slot, max_position, first_row,
+    block_tables, tables, starts, counts, depths, row_starts, out_tables, out_starts, out_ends,
+    positions, slots, num_columns, rows, block_size, padding_slot, max_position, first_row,
     ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
@@ -100,6 +100,10 @@ def _plan(
     place = b.to(tl.int64) * rows + offset
     if depths is not None:
         position = start + tl.load(depths + place, mask=inside, other=0)
+    if row_starts is not None:
+        first = tl.load(row_starts + b)
+        inside = inside & (offset < tl.load(row_starts + b + 1) - first)
+        place = first + offset
     tl.store(positions + place, tl.minimum(position, max_position), mask=inside)
     tl.store(slots + place, slot, mask=inside)
     tl.store(out_tables + b, table.to(tl.int32))
@@ -120,11 +124,12 @@ def plan_rows(
     slots: Tensor,
     depths: Tensor | None = None,
     first_row: int = 0,
+    row_starts: Tensor | None = None,
 ) -> RowPlan:
     batch = tables.shape[0]
     small = torch.empty(3, batch, dtype=torch.int32, device=tables.device)
     _plan[(batch,)](
-        block_tables, tables, starts, counts, depths, small[0], small[1], small[2], positions,
+        block_tables, tables, starts, counts, depths, row_starts, *small.unbind(0), positions,
         slots, block_tables.shape[1], rows_per_item, block_size, padding_slot, max_position,
         first_row, ROWS=triton.next_power_of_2(rows_per_item), num_warps=1,
         **overlapping(),
@@ -135,9 +140,9 @@ def plan_rows(
 @triton.jit
 def _commit(
     slots, num_computed, num_drafts, num_rows, num_outputs, drafts, sampled, usable, last_tokens,
-    computed, limits, max_drafts, max_depths, next_drafts, capacity, report, out, depth,
-    max_draft_tokens, max_depth, rows_per_depth, batch, HEADER: tl.constexpr, DEPTH: tl.constexpr,
-    HAS_TREES: tl.constexpr, OVERLAPS: tl.constexpr,
+    computed, limits, max_drafts, max_depths, next_drafts, capacity, more, report, out, depth,
+    max_draft_tokens, max_depth, rows_per_depth, num_more, batch, HEADER: tl.constexpr,
+    DEPTH: tl.constexpr, MORE: tl.constexpr, HAS_TREES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
         wait()
@@ -182,11 +187,15 @@ def _commit(
     tl.store(out + batch + b, following)
     tl.store(out + 2 * batch + b, num_real)
     tl.store(out + 3 * batch + b, num_real + tl.maximum(following - 1, 0))
-    place = report + b * (HEADER + depth + 1)
+    place = report + b * (HEADER + depth + 1 + num_more)
     tl.store(place, num_new)
     tl.store(place + 1, drafted)
     tl.store(place + 2, failed.to(tl.int64))
     tl.store(place + HEADER + offset, token, mask=in_row)
+    if more is not None:
+        column = tl.arange(0, MORE)
+        value = tl.load(more + b * num_more + column, mask=column < num_more, other=0)
+        tl.store(place + HEADER + depth + 1 + column, value, mask=column < num_more)
 
 
 def commit(
@@ -199,16 +208,20 @@ def commit(
     max_draft_tokens: int,
     max_depth: int,
     rows_per_depth: int = 1,
+    more: Tensor | None = None,
 ) -> Committed:
     batch, depth = drafts.shape
-    report = torch.empty(batch, HEADER + depth + 1, dtype=torch.int64, device=slots.device)
+    num_more = 0 if more is None else more.shape[1]
+    width = HEADER + depth + 1 + num_more
+    report = torch.empty(batch, width, dtype=torch.int64, device=slots.device)
     out = torch.empty(4, batch, dtype=torch.int64, device=slots.device)
     _commit[(batch,)](
         slots, counts.num_computed, counts.num_drafts, counts.num_rows, counts.num_outputs,
         drafts.contiguous(), sampled_token_ids.contiguous(), usable.contiguous().view(torch.int8),
         state.last_tokens, state.num_computed, state.limits, state.max_drafts, state.max_depths,
-        state.num_drafts, state.capacity, report, out, depth, max_draft_tokens, max_depth,
-        rows_per_depth, batch, HEADER=HEADER, DEPTH=triton.next_power_of_2(depth + 2),
+        state.num_drafts, state.capacity, more, report, out, depth, max_draft_tokens, max_depth,
+        rows_per_depth, num_more, batch, HEADER=HEADER, DEPTH=triton.next_power_of_2(depth + 2),
+        MORE=triton.next_power_of_2(max(num_more, 1)),
         HAS_TREES=state.trees is not None, num_warps=1, **overlapping(),
     )  # fmt: skip
     return Committed(report, *out.unbind(0))

@@ -93,24 +93,29 @@ def embed_rows(
 
 @triton.jit
 def _embed_tokens(
-    table, first, others, out, rows, size, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
+    table, first, others, places, out, rows, size, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
         wait()
     row = tl.program_id(0).to(tl.int64)
-    b, r = row // rows, row % rows
+    place = row
+    if places is not None:
+        place = tl.load(places + row)
+    b, r = place // rows, place % rows
     token = tl.load(tl.where(r == 0, first + b, others + b * (rows - 1) + r - 1))
     _copy(table + token * size, out + row * size, size, TILE)
 
 
-def embed_tokens(table: Tensor, first: Tensor, others: Tensor) -> Tensor:
+def embed_tokens(
+    table: Tensor, first: Tensor, others: Tensor, places: Tensor | None = None
+) -> Tensor:
     rows, size = others.shape[1] + 1, table.shape[1]
     assert table.is_contiguous()
     assert first.dtype == others.dtype == torch.int64
-    total = first.shape[0] * rows
+    total = first.shape[0] * rows if places is None else len(places)
     out = torch.empty(total, size, dtype=table.dtype, device=table.device)
     _embed_tokens[_grid(total, size)](
-        table, first.contiguous(), others.contiguous(), out, rows, size,
+        table, first.contiguous(), others.contiguous(), places, out, rows, size,
         TILE=_tile(size), **overlapping(),
     )  # fmt: skip
     return out

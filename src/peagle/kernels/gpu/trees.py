@@ -29,7 +29,7 @@ from peagle.speculation.trees import num_candidates
 
 _TOPS_CHUNK = 1024  # columns: what one warp reads at once
 _RANKED_AT_ONCE = 32
-_RANKED_SCORES = 128  # of all slots, at once
+_RANKED_SCORES = 512  # of all slots, at once: loads of a chunk wait for those of the one before
 _ROW_COLUMNS = 512  # of a row that is copied
 _NO_ROW = tl.constexpr(2**31 - 1)
 
@@ -440,7 +440,8 @@ def share_rows(
         size,
         width,
         ROWS=triton.next_power_of_2(size + 1),
-        CHUNK=_RANKED_SCORES,
+        CHUNK=min(triton.next_power_of_2(batch * (size + 1)), _RANKED_SCORES),
+        num_warps=8,
         **overlapping(),
     )
     starts = torch.empty(batch + 1, dtype=torch.int32, device=slots.device)
@@ -564,51 +565,69 @@ def best_chain_kernel(
         tl.store(chain + b * depth + d, tl.load(token_ids + (b * depth + d) * BEAM + last))
 
 
-def walk_tree(counts: StepCounts, sampled: Tensor, usable: Tensor, depth: int) -> TreePath:
+def walk_tree(
+    counts: StepCounts,
+    sampled: Tensor,
+    usable: Tensor,
+    depth: int,
+    shared: SharedRows | None = None,
+) -> TreePath:
     """As kernels/reference/trees.py."""
     assert counts.tree is not None
     batch, num_nodes = counts.drafts.shape
     out = torch.empty(2, batch, depth + 1, dtype=torch.int64, device=sampled.device)
     path_usable = torch.empty(batch, depth + 1, dtype=torch.int8, device=sampled.device)
     drafts = torch.empty(batch, depth, dtype=torch.int64, device=sampled.device)
-    ends = torch.empty(2, batch, dtype=torch.int64, device=sampled.device)
     tokens, rows = out.unbind(0)
-    num_accepted, is_leaf = ends.unbind(0)
+    num_accepted = torch.empty(batch, dtype=torch.int64, device=sampled.device)
+    width = (1 if shared is None else 2) * depth + 1
+    report = torch.empty(batch, width, dtype=torch.int64, device=sampled.device)
     walk_tree_kernel[(batch,)](
         counts.drafts,
         counts.tree.parents,
         counts.num_drafts,
         sampled.contiguous(),
         usable.contiguous().view(torch.int8),
+        *((None, None) if shared is None else (shared.starts, shared.ranks)),
         drafts,
         tokens,
         rows,
         path_usable,
         num_accepted,
-        is_leaf,
+        report,
         depth,
         num_nodes,
+        width,
         ROWS=triton.next_power_of_2(num_nodes + 1),
         num_warps=1,
         **overlapping(),
     )
-    return TreePath(drafts, tokens, path_usable.view(torch.bool), rows, num_accepted, is_leaf)
+    return TreePath(drafts, tokens, path_usable.view(torch.bool), rows, num_accepted, report)
 
 
 @triton.jit
 def walk_tree_kernel(
-    node_tokens, parents, num_drafts, sampled, usable, drafts, path_tokens, path_rows,
-    path_usable, num_accepted, is_leaf, depth, num_nodes, ROWS: tl.constexpr,
+    node_tokens, parents, num_drafts, sampled, usable, row_starts, ranks, drafts, path_tokens,
+    path_rows, path_usable, num_accepted, report, depth, num_nodes, width, ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B,). path_tokens, path_rows, path_usable  # [B, K+1]"""
+    """Grid (B,).
+
+    row_starts, ranks                    # [B + 1], [B, N+1] where slots share rows, or None
+    path_tokens, path_rows, path_usable  # [B, K+1]
+    report                               # [B, K or 2 K, and 1]
+    """
     if OVERLAPS:
         wait()
     b = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)
     is_row, is_node = row <= num_nodes, (row > 0) & (row <= num_nodes)
-    choice = tl.load(sampled + b * (num_nodes + 1) + row, mask=is_row, other=-1)
-    is_usable = tl.load(usable + b * (num_nodes + 1) + row, mask=is_row, other=0)
+    first, is_sampled = b * (num_nodes + 1), is_row
+    if row_starts is not None:
+        first = tl.load(row_starts + b).to(tl.int64)
+        is_sampled = is_row & (row < tl.load(row_starts + b + 1) - first)
+    choice = tl.load(sampled + first + row, mask=is_sampled, other=-1)
+    is_usable = tl.load(usable + first + row, mask=is_sampled, other=0)
     token = tl.load(node_tokens + b * num_nodes + row - 1, mask=is_node, other=-2)
     parent = tl.load(parents + b * num_nodes + row - 1, mask=is_node, other=-1)
     is_there = is_node & (row <= tl.load(num_drafts + b))
@@ -620,6 +639,11 @@ def walk_tree_kernel(
         may_use = tl.sum(tl.where(row == here, is_usable, 0).to(tl.int32), 0)
         tl.store(path_tokens + b * size + d, wanted)
         tl.store(path_rows + b * size + d, here.to(tl.int64))
+        is_draft = d > 0
+        tl.store(report + b * width + d - 1, here.to(tl.int64), mask=is_draft)
+        if ranks is not None:
+            rank = tl.load(ranks + b * (num_nodes + 1) + here) - tl.num_programs(0)
+            tl.store(report + b * width + depth + d - 1, rank, mask=is_draft)
         tl.store(path_usable + b * size + d, may_use.to(tl.int8))
         carries = is_there & (parent == here) & (token == wanted)
         child = tl.min(tl.where(carries, row, _NO_ROW), 0)
@@ -629,7 +653,7 @@ def walk_tree_kernel(
         here = tl.where(found, child, here)
     tl.store(num_accepted + b, taken)
     children = tl.sum((is_there & (parent == here)).to(tl.int32), 0)
-    tl.store(is_leaf + b, (children == 0).to(tl.int64))
+    tl.store(report + b * width + width - 1, (children == 0).to(tl.int64))
 
 
 def move_rows(
@@ -696,7 +720,9 @@ def move_rows_kernel(
         tl.store(cache + target[:, None] + column[None, :], x, mask=inside)
 
 
-def path_rows(x: Tensor, rows: Tensor, rows_per_slot: int) -> Tensor:
+def path_rows(
+    x: Tensor, rows: Tensor, rows_per_slot: int, row_starts: Tensor | None = None
+) -> Tensor:
     """As kernels/reference/trees.py."""
     assert x.is_contiguous()
     (batch, count), columns = rows.shape, x.shape[1]
@@ -705,6 +731,7 @@ def path_rows(x: Tensor, rows: Tensor, rows_per_slot: int) -> Tensor:
         x,
         rows,
         rows.stride(0),
+        row_starts,
         out,
         count,
         rows_per_slot,
@@ -717,7 +744,7 @@ def path_rows(x: Tensor, rows: Tensor, rows_per_slot: int) -> Tensor:
 
 @triton.jit
 def path_rows_kernel(
-    x, rows, rows_stride, out, count, rows_per_slot, columns, COLUMNS: tl.constexpr,
+    x, rows, rows_stride, row_starts, out, count, rows_per_slot, columns, COLUMNS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * n, tiles of columns)."""
@@ -725,7 +752,10 @@ def path_rows_kernel(
         wait()
     place = tl.program_id(0).to(tl.int64)
     slot = place // count
-    row = slot * rows_per_slot + tl.load(rows + slot * rows_stride + place % count)
+    first = slot * rows_per_slot
+    if row_starts is not None:
+        first = tl.load(row_starts + slot).to(tl.int64)
+    row = first + tl.load(rows + slot * rows_stride + place % count)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
     tl.store(

@@ -51,10 +51,11 @@ def plan_rows(
     block_size: int,
     padding_slot: int,
     max_position: int,
-    positions: Tensor,  # [B * Q] written
-    slots: Tensor,  # [B * Q] written
+    positions: Tensor,  # [B * Q], or [R] where the items share rows: written
+    slots: Tensor,  # the same
     depths: Tensor | None = None,  # [B, Q] of rows of trees: their positions behind `starts`
     first_row: int = 0,  # of each tree
+    row_starts: Tensor | None = None,  # [B + 1] where they share rows: see kernels/rows.py
 ) -> RowPlan:
     """Positions and slots of the rows; those beyond `counts` go to the padding slot."""
     offsets = torch.arange(rows_per_item, device=starts.device)  # [Q]
@@ -62,11 +63,13 @@ def plan_rows(
     is_real = offsets < counts[:, None]
     column = (places // block_size).clamp(max=block_tables.shape[1] - 1)
     blocks = block_tables[tables[:, None], column].long()
-    slots.copy_(
-        torch.where(is_real, blocks * block_size + places % block_size, padding_slot).flatten()
-    )
+    in_cache = torch.where(is_real, blocks * block_size + places % block_size, padding_slot)
     behind = places if depths is None else starts[:, None] + depths
-    positions.copy_(behind.clamp(max=max_position).flatten())
+    is_there = torch.ones_like(is_real)
+    if row_starts is not None:
+        is_there = offsets < row_starts.diff()[:, None]
+    slots.copy_(in_cache[is_there])
+    positions.copy_(behind.clamp(max=max_position)[is_there])
     ends = torch.where(counts > 0, starts + first_row + counts, 0)
     return RowPlan(tables.int(), starts.int(), ends.int(), positions, slots)
 
@@ -81,6 +84,7 @@ def commit(
     max_draft_tokens: int,  # a request with more tokens is beyond the drafter's positions
     max_depth: int,  # drafts one behind the other that this step makes for the next; 0: none
     rows_per_depth: int = 1,  # of the drafter's cache
+    more: Tensor | None = None,  # [B, n] that the host reads, too
 ) -> Committed:
     """Advances the slots.
 
@@ -118,7 +122,7 @@ def commit(
     state.num_drafts[slots] = num_drafts
     header = torch.stack((num_new, counts.num_drafts, failed.long()), dim=1)
     return Committed(
-        report=torch.cat((header, sampled_token_ids), dim=1),
+        report=torch.cat((header, sampled_token_ids, *([] if more is None else [more])), dim=1),
         num_outputs=counts.num_outputs + num_new,
         num_drafts=num_depths,
         num_real=num_real,

@@ -40,9 +40,11 @@ def embed_tokens(
     table: Tensor,  # [V, H]
     first: Tensor,  # [B]
     others: Tensor,  # [B, K]
+    places: Tensor | None = None,  # [R] of these rows alone
 ) -> Tensor:
     """The embeddings of each slot's first token and of the others behind it.  # [B * (K+1), H]"""
-    return F.embedding(torch.cat((first[:, None], others), dim=1).flatten(), table)
+    tokens = torch.cat((first[:, None], others), dim=1).flatten()
+    return F.embedding(tokens if places is None else tokens[places], table)
 
 
 def pick_rows(

@@ -30,7 +30,7 @@ class TreePath(NamedTuple):
     usable: Tensor  # [B, K+1]
     rows: Tensor  # [B, K+1] where they stand
     num_accepted: Tensor  # [B]
-    is_leaf: Tensor  # [B] int64, 1: no node stands behind the last that it takes
+    report: Tensor  # [B, ...] what the host reads of it; see kernels/device_batch.py: Committed
 
 
 class SharedRows(NamedTuple):
@@ -149,9 +149,19 @@ def share_rows(
 best_chain = trees.best_chain
 
 
-def walk_tree(counts: StepCounts, sampled: Tensor, usable: Tensor, depth: int) -> TreePath:
-    """sampled, usable  # [B, N+1] of each row"""
+def walk_tree(
+    counts: StepCounts,
+    sampled: Tensor,  # [B, N+1] of each row, [R] where slots share rows
+    usable: Tensor,  # the same
+    depth: int,
+    shared: SharedRows | None = None,
+) -> TreePath:
     assert counts.tree is not None
+    if shared is not None:
+        row = torch.arange(shared.ranks.shape[1], device=sampled.device)
+        places = shared.starts[:-1, None] + row
+        places = places.clamp(max=len(sampled) - 1)  # rows that a slot has not lie behind
+        sampled, usable = sampled[places], usable[places]
     num_accepted, rows, is_leaf = trees.walk_tree(
         counts.drafts, counts.tree.parents, counts.num_drafts, sampled, depth
     )
@@ -159,13 +169,16 @@ def walk_tree(counts: StepCounts, sampled: Tensor, usable: Tensor, depth: int) -
     if counts.drafts.shape[1]:
         drafts = counts.drafts.gather(1, (rows[:, 1:] - 1).clamp(min=0))
     is_taken = torch.arange(depth, device=rows.device) < num_accepted[:, None]
+    report = [rows[:, 1:], is_leaf.long()[:, None]]
+    if shared is not None:
+        report.insert(1, shared.ranks.gather(1, rows[:, 1:]) - len(rows))
     return TreePath(
         torch.where(is_taken, drafts, -1),
         sampled.gather(1, rows),
         usable.gather(1, rows),
         rows,
         num_accepted,
-        is_leaf.long(),
+        torch.cat(report, dim=1),
     )
 
 
@@ -193,7 +206,11 @@ def move_rows(
         cache[:, destination] = cache[:, source]
 
 
-def path_rows(x: Tensor, rows: Tensor, rows_per_slot: int) -> Tensor:
-    """x [B * Q, ...] -> the rows [B, n] of each slot  # [B * n, ...]"""
-    first = torch.arange(len(rows), device=rows.device)[:, None] * rows_per_slot
-    return x[(first + rows).flatten()]
+def path_rows(
+    x: Tensor, rows: Tensor, rows_per_slot: int, row_starts: Tensor | None = None
+) -> Tensor:
+    """x [B * Q, ...], [R, ...] where slots share rows -> the rows [B, n] of each  # [B * n, ...]"""
+    first = torch.arange(len(rows), device=rows.device) * rows_per_slot
+    if row_starts is not None:
+        first = row_starts[:-1]
+    return x[(first[:, None] + rows).flatten()]
