@@ -358,9 +358,17 @@ def store_tree_kernel(
     tl.store(pool_scores + beam, beam_scores)
     tl.store(pool_parents + beam, tl.full((BEAM,), -1, tl.int32))
     square = tl.arange(0, BEAM * BEAM)
+    ahead = tl.minimum(1, depth - 1)
+    next_level = _level(log_probs, depth_stride, before_stride, ahead, beam, drafted, BEAM)
     for d in range(1, depth):
         first = BEAM + (d - 1) * BEAM * BEAM
-        behind = _level(log_probs, depth_stride, before_stride, d, last, drafted, BEAM)
+        behind = next_level
+        # Whole, and a depth ahead: then no load waits for the paths that it is for.
+        ahead = tl.minimum(d + 1, depth - 1)
+        next_level = _level(log_probs, depth_stride, before_stride, ahead, beam, drafted, BEAM)
+        if not BY_PATH:
+            is_last = last[:, None] == beam[None, :]  # [paths, candidates]
+            behind = tl.sum(tl.where(is_last[:, :, None], behind[None, :, :], 0.0), 1)
         sums = beam_scores[:, None] + behind
         sums = tl.reshape(sums, (BEAM * BEAM,))
         from_places = tl.broadcast_to(beam_places[:, None], (BEAM, BEAM))
