@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from peagle.engine.engine import Speculation
 from peagle.errors import ConfigError, RequestError
+from peagle.models import p_eagle
 from peagle.models.drafter import DraftBatch, Drafter
 from peagle.models.eagle3 import Eagle3Drafter
 from peagle.models.ngram import NgramDrafter
@@ -170,6 +171,23 @@ def test_by_rejection_drafts_are_drawn_without_the_correction() -> None:
     assert [r.stats.num_accepted_tokens for r in with_it] == [
         r.stats.num_accepted_tokens for r in without
     ]
+
+
+def test_so_many_rows_that_it_would_not_pay_are_drafted_without_the_correction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jobs = jobs_of([GREEDY], 6)
+    network = SHALLOW.make_head(target(), correction_size=20)
+    network.correction = None
+
+    def accepted(drafter: Drafter) -> list[int]:
+        requests, _ = engines.run_both(target(), drafter, 4, jobs, nodes=12)
+        return [r.stats.num_accepted_tokens for r in requests]
+
+    with_it, without = accepted(corrected()), accepted(head_drafter(network))
+    assert with_it != without
+    monkeypatch.setattr(p_eagle, "MAX_CORRECTED_ROWS", 2)  # of the three of a single request
+    assert accepted(corrected()) == without
 
 
 @pytest.mark.parametrize("make", [scripted, beam])

@@ -11,6 +11,10 @@ from peagle.models.eagle import EagleNetwork
 from peagle.models.output import OutputRows
 from peagle.speculation.trees import Lattice, independent
 
+# Mask rows of a step beyond which a correction costs more than it gains: with so many requests
+# few nodes of each are verified, and their choice hardly depends on it.
+MAX_CORRECTED_ROWS = 512
+
 
 class PEagleDrafter:
     """Rows of one pass, per slot: the new real rows, the last of which predicts draft 1, then
@@ -66,7 +70,8 @@ class PEagleDrafter:
         self, batch: DraftBatch, output: OutputRows, packing: Packing, candidates: Candidates
     ) -> Tensor:
         network, correction = self.network, self.network.correction
-        if correction is None or batch.depth == 1:
+        num_rows = len(batch.slots) * (batch.depth - 1)
+        if correction is None or not 0 < num_rows <= MAX_CORRECTED_ROWS:
             return independent(candidates.log_probs)
         normed = packing.put(output.product()[0]).view(len(batch.slots), batch.depth, -1)
         return correction.log_probs(

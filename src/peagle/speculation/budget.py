@@ -34,7 +34,7 @@ FIRST_TRIAL, RAREST_TRIAL, RAREST_PROBE = 8, 4096, 256
 WORTH_A_TRIAL = 0.6  # of the best rate: what promises less is not tried
 GAIN_TO_SWITCH = 1.02  # another number must promise so much more: figures are noisy
 # What is chosen from: few, for each has to be tried, and is a family of CUDA graphs.
-TREE_NUMBERS = (1, 3, 7, 15, 31, 63)
+TREE_NUMBERS = (1, 3, 5, 7, 15, 31, 63)
 MOST_OF_MEAN = 4  # times as many nodes as the mean, for requests that are sure of theirs
 CHAIN_NUMBERS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 

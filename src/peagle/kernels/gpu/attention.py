@@ -34,7 +34,7 @@ LOWEST = tl.constexpr(-1.0e30)
 SPLITS_AT_ONCE = 8
 # An H200's multiprocessors: more programs wait for a place, not for the kernel ahead, and have no
 # time to fetch anything.
-MAX_FETCHING_PROGRAMS = 132
+FULL_PROGRAMS = 132
 # More rows per program than this and an item's rows are divided over several: its registers hold
 # a float32 result of that many rows.
 MAX_TILE_ROWS = 64
@@ -56,11 +56,13 @@ class AttentionTile(NamedTuple):
 def tile(num_rows: int, group: int, dim: int, programs: int) -> AttentionTile:
     """For items of `num_rows` rows and `group` heads per key-value head; `programs` is the number
     of items times that of key-value heads. The tile of keys does not depend on the context, nor,
-    with few programs, on the rows: one request has the same one with drafts and without."""
+    with few programs, on the rows: one request has the same one with drafts and without. Where
+    programs wait for others to end, those of a single row are the quicker for small tiles."""
     if dim > 256:  # a wide result leaves registers for few rows
         return AttentionTile(MIN_SIDE, 32, padded(dim), num_warps=4, num_stages=2)
     block_m = min(padded(num_rows * group), MAX_TILE_ROWS)
-    small = programs <= FEW_PROGRAMS or block_m == MAX_TILE_ROWS or dim > 64
+    waits = programs > 2 * FULL_PROGRAMS and block_m == MIN_SIDE
+    small = programs <= FEW_PROGRAMS or block_m == MAX_TILE_ROWS or dim > 64 or waits
     block_n = 32 if dim > 128 else FINE_SPLIT if small else COARSE_SPLIT
     return AttentionTile(block_m, block_n, padded(dim), num_warps=4, num_stages=3)
 
@@ -165,10 +167,10 @@ def _run(
     if policy.batch_invariant:
         sizes = batch_invariant_tile(dim)
     else:
-        sizes = tile(_usual_rows(rows), group, dim, len(rows.starts) * kv_heads)
+        sizes = tile(_usual_rows(rows, kv_heads), group, dim, len(rows.starts) * kv_heads)
     row_tiles = triton.cdiv(rows.rows_per_item * group, sizes.block_m)
     grid = (len(rows.starts) * row_tiles, kv_heads, rows.num_splits)
-    fetches = math.prod(grid) <= MAX_FETCHING_PROGRAMS
+    fetches = math.prod(grid) <= FULL_PROGRAMS
     _attend[grid](
         q,
         keys,
@@ -209,11 +211,15 @@ def _run(
     )
 
 
-def _usual_rows(rows: PagedRows) -> int:
-    """Of an item; where items share rows, on average."""
+def _usual_rows(rows: PagedRows, kv_heads: int) -> int:
+    """Of an item that a tile should hold. Where items share rows, those of the average one; on a
+    full GPU twice as many, for an item of several tiles has its keys read by each of them."""
     if rows.row_starts is None:
         return rows.rows_per_item
-    return -(-len(rows.positions) // len(rows.starts))
+    num_items = len(rows.starts)
+    mean = -(-len(rows.positions) // num_items)
+    is_full = num_items * kv_heads > FULL_PROGRAMS
+    return min(2 * mean if is_full else mean, rows.rows_per_item)
 
 
 @triton.jit

@@ -46,16 +46,18 @@ class LinearTile(NamedTuple):
 def tile(rows: int, outputs: int, inputs: int, gated: bool, itemsize: int) -> LinearTile:
     """For a product [rows, inputs] x [outputs, inputs]; `outputs` counts gates and ups alike.
 
-    Of some 40 forms on an H200 the best for SmolLM2's products inside its layers, or near it:
-    narrow tiles, so that there is a program for every multiprocessor, and many turns in flight.
+    Of some 40 forms on an H200 the best for SmolLM2's products inside its layers, or near it. Few
+    rows: narrow tiles, so that there is a program for every multiprocessor, and many turns in
+    flight. Many: wide ones, for then the same rows and weights are read by fewer programs.
     """
-    block_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
     if itemsize > 2:  # no tensor cores: the operands must fit the registers
-        return LinearTile(block_rows, 16, 32, warps=4, stages=2)
-    if rows > 64:
-        long = inputs >= 1024
-        return LinearTile(64, 32 if gated else 16, 64, warps=4, stages=4, sums=2 if long else 1)
-    return _TILES[block_rows, _kind(outputs, inputs, gated)]
+        return LinearTile(min(_bound(rows), 64), 16, 32, warps=4, stages=2)
+    return _TILES[_bound(rows), _kind(outputs, inputs, gated)]
+
+
+def _bound(rows: int) -> int:
+    """The row count, one of those with a tile of their own, up to which the tile is the best."""
+    return next((bound for bound in _BOUNDS if rows <= bound), _BOUNDS[-1])
 
 
 def _kind(outputs: int, inputs: int, gated: bool) -> str:
@@ -76,7 +78,28 @@ _TILES = {
     (64, "wide"): LinearTile(64, 16, 64, warps=4, stages=8),
     (64, "long"): LinearTile(64, 16, 64, warps=4, stages=4, sums=2),
     (64, "short"): LinearTile(64, 16, 128, warps=4, stages=4),
+    (128, "gated"): LinearTile(64, 32, 64, warps=4, stages=4),
+    (128, "wide"): LinearTile(64, 16, 64, warps=4, stages=4),
+    (128, "long"): LinearTile(64, 16, 64, warps=4, stages=4, sums=2),
+    (128, "short"): LinearTile(64, 16, 64, warps=4, stages=4),
+    (192, "gated"): LinearTile(128, 32, 64, warps=8, stages=3),
+    (192, "wide"): LinearTile(64, 32, 64, warps=4, stages=4),
+    (192, "long"): LinearTile(64, 16, 64, warps=4, stages=4, sums=2),
+    (192, "short"): LinearTile(64, 16, 64, warps=4, stages=4),
+    (256, "gated"): LinearTile(128, 32, 64, warps=8, stages=3),
+    (256, "wide"): LinearTile(64, 32, 64, warps=4, stages=4),
+    (256, "long"): LinearTile(64, 32, 64, warps=4, stages=4, sums=2),
+    (256, "short"): LinearTile(64, 32, 64, warps=4, stages=4),
+    (384, "gated"): LinearTile(128, 64, 64, warps=8, stages=3),
+    (384, "wide"): LinearTile(128, 32, 64, warps=8, stages=4),
+    (384, "long"): LinearTile(64, 32, 64, warps=4, stages=4, sums=2),
+    (384, "short"): LinearTile(64, 32, 64, warps=4, stages=4),
+    (512, "gated"): LinearTile(128, 64, 64, warps=8, stages=3),
+    (512, "wide"): LinearTile(128, 32, 64, warps=8, stages=4),
+    (512, "long"): LinearTile(64, 32, 64, warps=4, stages=4, sums=2),
+    (512, "short"): LinearTile(64, 64, 64, warps=8, stages=4),
 }
+_BOUNDS = sorted({rows for rows, _ in _TILES})
 
 
 def batch_invariant_tile(
