@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 START_SECONDS = 600.0
 COMPLETION_TOKENS = re.compile(rb'"completion_tokens":(\d+)')
 STREAMS_PER_CLIENT = 32  # one process reads so many without being the bottleneck
+ANSWERS_PER_STREAM, WARM_UPS = 4, 2
 
 
 class Record(NamedTuple):
@@ -230,10 +231,10 @@ def measure(
     llm: LLM, port: int, pid: int, setting: Setting, streams: int, repeats: int
 ) -> dict[str, Any]:
     pids = server_pids(pid)
-    bodies = [setting.body(n) for n in range(max(2 * streams, 4))]
+    bodies = [setting.body(n) for n in range(max(ANSWERS_PER_STREAM * streams, 8))]
     clients = Clients(streams)
     rounds: dict[str, list[dict[str, float]]] = {"alone": [], "http": []}
-    for repeat in range(repeats + 1):  # the first warms both up
+    for repeat in range(-WARM_UPS, repeats):  # graphs are captured, and their costs measured
         alone = figures(run_alone(llm, bodies, streams))
         before = cpu_seconds(*pids.api_servers), cpu_seconds(pids.engine)
         records = clients.run(port, bodies)
@@ -241,7 +242,7 @@ def measure(
         http, num_tokens = figures(records), sum(r.num_tokens for r in records)
         http["http_cpu_us_per_token"] = (after[0] - before[0]) / num_tokens * 1e6
         http["engine_cpu_us_per_token"] = (after[1] - before[1]) / num_tokens * 1e6
-        if repeat:
+        if repeat >= 0:
             rounds["alone"].append(alone)
             rounds["http"].append(http)
     clients.close()
@@ -263,7 +264,7 @@ def make_llm(setting: Setting, args: argparse.Namespace) -> LLM:
 
     head = {"model": setting.head} if setting.head else None
     options: dict[str, Any] = {"max_num_seqs": args.max_num_seqs, "dtype": args.dtype}
-    options |= {"device": args.device, "warm_up": True, "max_model_len": args.max_model_len}
+    options |= {"device": args.device, "max_model_len": args.max_model_len}
     options["kv_cache_memory_bytes"] = args.kv_cache_memory_bytes
     return LLM(setting.model, speculative_config=head, **options)
 

@@ -416,7 +416,7 @@ def test_trees_that_cannot_be_are_refused_before_the_target_is_loaded(
     ("drafter", "expected"),
     [
         ({"num_draft_nodes": 9}, (5, 9, False)),
-        ({"speculation": "auto"}, (5, None, True)),
+        ({"speculation": "auto"}, (6, None, True)),  # as deep as it was trained
         ({"speculation": "auto", "num_draft_nodes": 9}, (7, 9, True)),
         ({"speculation": "auto", "num_draft_nodes": 9, "num_speculative_tokens": 3}, (3, 9, True)),
         ({}, (5, None, False)),
@@ -439,7 +439,7 @@ def test_an_eagle3_head_drafts_trees_where_nodes_are_asked_for(
 
 
 def eagle3_head(parent: Path, model_folder: Path) -> Path:
-    sizes = {"max_speculative_tokens": 5, "aux_hidden_state_layer_ids": (0, 1, 2)}
+    sizes = {"max_speculative_tokens": 6, "aux_hidden_state_layer_ids": (0, 1, 2)}
     return write_head(parent / "eagle3", model_folder, "eagle3", num_speculative_tokens=5, **sizes)
 
 

@@ -80,7 +80,7 @@ def load_speculation(config: SpeculativeConfig, target: TargetModel) -> Speculat
         return None
     if config.model is None:
         drafter: Drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
-        advice = DEFAULT_SPECULATIVE_TOKENS
+        advice = trained = DEFAULT_SPECULATIVE_TOKENS
     else:
         weight = target.embed_tokens.weight
         if not target.has_hidden_states:
@@ -93,6 +93,7 @@ def load_speculation(config: SpeculativeConfig, target: TargetModel) -> Speculat
         bind_kernels(network)
         drafter = head_drafter(network, config)
         advice = network.config.num_speculative_tokens
+        trained = network.config.max_speculative_tokens
     if config.num_draft_nodes is not None and not target.rolls_back:
         raise ConfigError(
             "this target computes each prefix again, which trees have many of",
@@ -100,7 +101,9 @@ def load_speculation(config: SpeculativeConfig, target: TargetModel) -> Speculat
         )
     drafts = _choose_drafts(
         config,
-        _Limits(drafter.method, drafter.max_speculative_tokens, drafter.max_tree_depth, advice),
+        _Limits(
+            drafter.method, drafter.max_speculative_tokens, drafter.max_tree_depth, advice, trained
+        ),
         target.embed_tokens.weight.device,
         may_be_trees=target.rolls_back and not target.policy.batch_invariant,
     )
@@ -123,12 +126,13 @@ def check_speculation(config: SpeculativeConfig, engine: EngineConfig) -> None:
 
 
 class _Limits(NamedTuple):
-    """engine.DraftLimits, and how many drafts are advised."""
+    """engine.DraftLimits, how many drafts are advised, and how many the head has learned."""
 
     method: str
     max_speculative_tokens: int
     max_tree_depth: int
     advice: int
+    trained: int
 
 
 class _Drafts(NamedTuple):
@@ -139,12 +143,14 @@ class _Drafts(NamedTuple):
 
 def _limits_of(config: SpeculativeConfig) -> _Limits:
     """Of the drafter that the config asks for."""
-    method, deepest, advice = "ngram", MAX_SPECULATIVE_TOKENS, DEFAULT_SPECULATIVE_TOKENS
+    method, deepest = "ngram", MAX_SPECULATIVE_TOKENS
+    advice = trained = DEFAULT_SPECULATIVE_TOKENS
     if config.model is not None:
         head = read_head_config(resolve_head(config.model))
         method, advice = head.method, head.num_speculative_tokens
-        deepest = head.max_speculative_tokens if method == "p-eagle" else MAX_SPECULATIVE_TOKENS
-    return _Limits(method, deepest, max_tree_depth(method, deepest), advice)
+        trained = head.max_speculative_tokens
+        deepest = trained if method == "p-eagle" else MAX_SPECULATIVE_TOKENS
+    return _Limits(method, deepest, max_tree_depth(method, deepest), advice, trained)
 
 
 def _choose_drafts(
@@ -157,10 +163,12 @@ def _choose_drafts(
     is_auto = config.speculation == "auto"
     if config.speculation is None:
         is_auto = is_free and depth is None and nodes is None
-    if is_auto and (is_free or nodes is not None):
+    if is_auto:
         most_depth, most_nodes = AUTO_LIMITS["cuda" if device.type == "cuda" else "cpu"]
-        depth = depth or min(most_depth, limits.max_tree_depth)
-        nodes = nodes or min(most_nodes, num_candidates(depth, BEAM))
+        if is_free or nodes is not None:
+            depth = depth or min(most_depth, limits.max_tree_depth)
+            nodes = nodes or min(most_nodes, num_candidates(depth, BEAM))
+        depth = depth or min(most_depth, limits.trained)
     if depth is None and nodes is not None:
         depth = min(limits.advice, limits.max_tree_depth)
     return _Drafts(depth or limits.advice, nodes, is_auto)

@@ -128,8 +128,8 @@ def test_one_stream_is_the_default_unless_rates_are_given() -> None:
     assert plan(request_rate="3").concurrencies == []
 
 
-P_EAGLE = HeadLimits("p", "p-eagle", 4, 8)
-EAGLE3 = HeadLimits("e", "eagle3", 3, 64)
+P_EAGLE = HeadLimits("p", "p-eagle", 4, 8, 8)
+EAGLE3 = HeadLimits("e", "eagle3", 3, 64, 6)
 
 
 def test_every_method_at_every_depth_and_none_first() -> None:
@@ -234,6 +234,7 @@ def test_auto_stands_beside_fixed_settings_or_alone() -> None:
         *(("p-eagle auto", True), ("p-eagle", False)),
         *(("eagle3 auto", True), ("eagle3", False)),
     ]
+    assert [s.num_speculative_tokens for s in found if s.is_auto] == [7, 6]
     alone, _ = grid_settings(plan(spec_model="p", speculation="auto"), [P_EAGLE])
     assert [(s.name, s.num_draft_nodes) for s in alone] == [("none", None), ("p-eagle auto", None)]
     with pytest.raises(ConfigError, match="only the embedded engine chooses"):

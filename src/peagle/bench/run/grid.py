@@ -10,7 +10,7 @@ from typing import NamedTuple
 from peagle.bench.results.document import Cell, MeasuredHead
 from peagle.bench.results.settings import NONE, Setting
 from peagle.bench.run.driver import Load
-from peagle.bench.run.plan import AUTO, FIXED, NGRAM, P_EAGLE, BenchPlan
+from peagle.bench.run.plan import AUTO, FIXED, NGRAM, BenchPlan
 from peagle.checkpoints.heads.config import read_head_config
 from peagle.checkpoints.heads.layouts import CONFIG
 from peagle.checkpoints.heads.references import resolve_head
@@ -32,6 +32,7 @@ class HeadLimits(NamedTuple):
     method: str
     advised: int
     deepest: int
+    trained: int
 
     @property
     def name(self) -> str:
@@ -70,7 +71,8 @@ def grid_settings(plan: BenchPlan, heads: Sequence[HeadLimits]) -> tuple[list[Se
         return [Setting(method, plan.spec_tokens[0] if plan.spec_tokens else 0)], []
     found, notes = [Setting(NONE)], list[str]()
     wanted = set(plan.spec_method) - {NONE, NGRAM}
-    ngram = HeadLimits(None, NGRAM, DEFAULT_SPECULATIVE_TOKENS, MAX_SPECULATIVE_TOKENS)
+    usual = DEFAULT_SPECULATIVE_TOKENS
+    ngram = HeadLimits(None, NGRAM, usual, MAX_SPECULATIVE_TOKENS, usual)
     for head in [*([ngram] if NGRAM in plan.spec_method else []), *heads]:
         if wanted and head.method not in {*wanted, NGRAM}:
             raise ConfigError(
@@ -111,9 +113,7 @@ def _settings_of(head: HeadLimits, depths: Sequence[int], notes: list[str]) -> l
 
 def _auto_setting(head: HeadLimits) -> Setting:
     """As a user has it who gives neither K nor N."""
-    depth = head.advised
-    if head.method == P_EAGLE:
-        depth = min(head.deepest, *(depth for depth, _ in AUTO_LIMITS.values()))
+    depth = min(head.trained, *(depth for depth, _ in AUTO_LIMITS.values()))
     return Setting(head.method, depth, head.reference, is_auto=True)
 
 
@@ -169,10 +169,11 @@ def head_limits(references: Sequence[str], model: str) -> list[HeadLimits]:
     for reference in references:
         config = read_head_config(resolve_head(reference))
         config.check_fits(target)
-        deepest = config.max_speculative_tokens
+        deepest = trained = config.max_speculative_tokens
         if config.method == "eagle3":
             deepest = MAX_SPECULATIVE_TOKENS  # it drafts one by one, as far as one likes
-        found.append(HeadLimits(reference, config.method, config.num_speculative_tokens, deepest))
+        advised = config.num_speculative_tokens
+        found.append(HeadLimits(reference, config.method, advised, deepest, trained))
     return found
 
 
