@@ -54,7 +54,7 @@ class FakedRunner(Runner):
         chunks: Sequence[Chunk],
         host: HostSampling | None = None,
     ) -> Report:
-        shape = self._padded(shape, chunks)
+        shape = self.padded_shape(shape, chunks)
         self._inputs(shape, slots, caps, chunks)  # as for a device
         rows = torch.full((shape.batch, HEADER + shape.depth + 1), TOKEN)
         rows[:, 0], rows[:, 1], rows[:, 2] = min(PER_STEP, shape.depth + 1), shape.depth, 0

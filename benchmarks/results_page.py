@@ -445,7 +445,7 @@ def step_costs() -> str:
             for method, depth in dict.fromkeys((method, depth) for method, depth, _ in steps)
         ]
         parts += [f"Context {context:,}:", "", table(["ms, requests", *map(str, loads)], rows), ""]
-    return "\n".join([*parts, fp8_steps(found, in_fp8)])
+    return "\n".join([*parts, fp8_steps(found, in_fp8), "", tree_steps(), "", expert_steps()])
 
 
 STEP_COSTS = """\
@@ -473,6 +473,51 @@ def step_cell(steps: Mapping[tuple[str, int, int], Json], method: str, depth: in
         return f"{step['step_ms']:.2f}"
     break_even = step["step_ms"] / steps["none", 0, n]["step_ms"]
     return f"{step['step_ms']:.2f} ({step['draft_ms']:.2f}) [{break_even:.2f}]"
+
+
+def tree_steps() -> str:
+    name = "step_costs_8b_trees_h200"
+    return f"""\
+### The same with trees
+
+K = 7, context 1,024, another run: milliseconds, and the acceptance length above which speculation
+pays off [in brackets] (`{name}.json`). While a step reads weights, nodes are nearly free; beyond some
+200 rows they cost what they compute.
+
+{shape_table(name)}"""
+
+
+def expert_steps() -> str:
+    parts = [
+        """\
+### Targets with experts
+
+Random weights of GPT-OSS-20B's sizes, its experts in MXFP4, and of Qwen3-30B-A3B's, in bfloat16:
+milliseconds at context 1,024, K = 7, the acceptance length above which speculation pays off [in
+brackets], and how many of a layer's experts the rows of a verification read. More rows read more
+experts, so with few requests drafts cost more than beside a dense target."""
+    ]
+    for title, name in (
+        ("GPT-OSS-20B", "step_costs_gpt_oss_20b_h200"),
+        ("Qwen3-30B-A3B", "step_costs_qwen3_30b_a3b_h200"),
+    ):
+        parts += ["", f"{title} (`{name}.json`):", "", shape_table(name)]
+    return "\n".join(parts)
+
+
+def shape_table(name: str) -> str:
+    """Of a file without other K: one row for each method and size of a tree."""
+    steps = result(name)["steps"]
+    loads = sorted({step["concurrency"] for step in steps})
+    rows: dict[str, list[str]] = {}
+    for step in steps:
+        pays = f" [{step['pays_off_from']:.2f}]" if step["K"] else ""
+        experts = step.get("experts_read")
+        read = "" if experts is None else f", {experts:.0f} experts"
+        row = rows.setdefault(label(step["method"], step["K"], step.get("nodes") or 0), [])
+        row.append(f"{step['step_ms']:.2f}{pays}{read}")
+    header = ["ms, requests", *map(str, loads)]
+    return table(header, ([method, *cells] for method, cells in rows.items()))
 
 
 def fp8_steps(found: Json, in_fp8: Json) -> str:
@@ -505,12 +550,14 @@ Context {context:,}, milliseconds, and the gain over bfloat16 in the table above
 
 
 def same_tokens() -> str:
-    found, invariant = result("lossless_h200"), result("lossless_batch_invariant_h200")
+    found = result("lossless_h200")
+    files = "lossless_batch_invariant_h200", "lossless_batch_invariant_deep_h200"
+    invariant = [way for name in files for way in result(name)["ways"]]
     rows = [
         [w["way"], f"{w['different']} of {w['answers']}", f"{w['largest_gap']:.2f}"]
         for w in found["ways"]
     ]
-    ways = [w for w in invariant["ways"] if w["method"] != "none" or w["concurrency"] > 1]
+    ways = [w for w in invariant if w["method"] != "none" or w["concurrency"] > 1]
     bench = result("bench_batch_invariant_h200")
     agreed, prompts = bench["lossless"], bench["manifest"]["workloads"][0]["num_prompts"]
     loads = sorted({c["concurrency"] for c in bench["cells"]})
@@ -527,7 +574,7 @@ batch sizes, too; [losslessness](losslessness.md) says why.
 With `--batch-invariant`:
 
 - {differing(ways)} answers differ, plain and with {joined(drafted_ways(ways))}
-  (`lossless_batch_invariant_h200.json`).
+  (`{files[0]}.json`, `{files[1]}.json`).
 - {agreed["different"]} of {agreed["compared"]:,} answers differ under `peagle bench`:
   {prompts} prompts, plain, P-EAGLE and EAGLE-3 at K = 7, with {joined(loads)} streams
   (`bench_batch_invariant_h200.json`). Tokens/s of that run:

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.engine.engine import Engine, Speculation
-from peagle.engine.runner import Runner
+from peagle.engine.runner import Report, Runner
 from peagle.engine.scheduler import Schedule
 from peagle.engine.step import StepShape
 from peagle.errors import ConfigError
@@ -21,7 +22,9 @@ from peagle.models.drafter import Drafter, SequenceDraft
 from peagle.models.ngram import NgramDrafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
-from peagle.speculation.budget import Counts, DraftBudget, DraftChoice, DraftForm
+from peagle.speculation import budget as budget_module
+from peagle.speculation.budget import DraftBudget, DraftChoice, DraftForm, Outcomes
+from peagle.speculation.costs import Counts, StepRun
 from tests.tiny import drafters, engines, naive
 from tests.tiny.engines import both_forms
 from tests.tiny.jobs import GREEDY, Job, prompts
@@ -239,12 +242,12 @@ def paths_of(engine: Engine, seen: list[tuple[int, list[int]]]) -> None:
     assert engine.budget is not None
     observe = engine.budget.observe
 
-    def watch(choice: DraftChoice, outcomes: object, seconds: float | None = None) -> None:
-        counts, paths = outcomes.num_drafts.tolist(), outcomes.paths.tolist()  # type: ignore[attr-defined]
+    def watch(choice: DraftChoice, outcomes: Outcomes, run: StepRun) -> None:
+        counts, paths = outcomes.num_drafts.tolist(), outcomes.paths.tolist()
         seen.extend((n, [x for x in path if x]) for n, path in zip(counts, paths, strict=True))
-        observe(choice, outcomes, seconds)  # type: ignore[arg-type]
+        observe(choice, outcomes, run)
 
-    engine.budget.observe = watch  # type: ignore[method-assign, assignment]
+    engine.budget.observe = watch  # type: ignore[method-assign]
 
 
 @both_forms
@@ -372,21 +375,55 @@ def test_steps_that_had_to_be_captured_tell_nothing_of_costs(
         target(), drafter_named("trees", jobs), 4, static=True, nodes=12, auto=True
     )
     any_choice(engine, 1)
-    engines.run(engine, jobs)
     assert engine.budget is not None
-    assert bool(engine.budget.costs._places) != captures
+    observe, told = engine.budget.observe, list[StepRun]()
+
+    def watch(choice: DraftChoice, outcomes: Outcomes, run: StepRun) -> None:
+        told.append(run)
+        observe(choice, outcomes, run)
+
+    engine.budget.observe = watch  # type: ignore[method-assign]
+    engines.run(engine, jobs)
+    assert told
+    assert all((run.seconds is None) == captures for run in told)
+    assert any(run.prompt_rows for run in told)
+
+
+class Graphs:
+    """As if steps were graphs: which shapes have been captured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.captured: list[StepShape] = []  # each once
+        self.caps: list[Sequence[int]] = []  # of each step that the host takes no part in
+        run = Runner.run
+
+        def capture(runner: Runner, shape: StepShape) -> None:
+            assert shape not in self.captured
+            self.captured.append(shape)
+            assert runner.on_capture is not None
+            runner.on_capture(shape, 0.001 * (1 + shape.decode_rows / 64))
+
+        def run_captured(runner: Runner, shape: StepShape, *rest: Any) -> Report:
+            _, caps, chunks, host = rest
+            padded = runner.padded_shape(shape, chunks)
+            if host is None:
+                self.caps.append(caps)
+                if padded not in self.captured:
+                    capture(runner, padded)
+            return run(runner, shape, *rest)
+
+        monkeypatch.setattr(Runner, "has_graphs", True)
+        monkeypatch.setattr(Runner, "has_graph", lambda _, shape: shape in self.captured)
+        monkeypatch.setattr(Runner, "num_graphs", property(lambda _: len(self.captured)))
+        monkeypatch.setattr(Runner, "capture", capture)
+        monkeypatch.setattr(Runner, "run", run_captured)
 
 
 @pytest.mark.parametrize("name", ["trees", "p-eagle", "host"])
-def test_shapes_are_timed_as_they_will_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed: set[StepShape] = set()
-
-    def seconds(runner: Runner, shape: StepShape) -> float:
-        timed.add(shape)
-        return 0.001 * (1 + shape.batch * (shape.max_drafts + 1) / 64)
-
-    monkeypatch.setattr(Runner, "seconds", seconds)
-    jobs = [Job(p, GREEDY) for p in prompts(4, seed=1)]
+def test_choices_that_stand_in_for_others_leave_the_answers_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = jobs_of(8)
     engine = engines.make_engine(
         target(),
         drafter_named(name, jobs),
@@ -395,12 +432,48 @@ def test_shapes_are_timed_as_they_will_run(name: str, monkeypatch: pytest.Monkey
         nodes=12 if name == "trees" else None,
         auto=True,
     )
-    engine.warm_up()
-    assert {shape.batch for shape in timed} == {1, 2, 4, 8}
-    budget = engine.budget
+    any_choice(engine, 3)
+    graphs, budget = Graphs(monkeypatch), engine.budget
     assert budget is not None
-    forms = {budget.form_of(n, b) for b in (1, 2, 4, 8) for n in budget.numbers.tolist()}
-    wanted = {(f.depth, f.num_drafts if name == "trees" else f.depth, f.mean) for f in forms}
-    with_drafts = {shape for shape in timed if not shape.feeds}
-    assert {(s.depth, s.max_drafts, s.mean_nodes) for s in with_drafts} <= wanted
+    captured, stood_in = budget.captured, list[DraftChoice | None]()
+
+    def watch(choice: DraftChoice, *rest: Any) -> DraftChoice:
+        chosen = captured(choice, *rest)
+        stood_in.append(None if chosen is choice else chosen)
+        return chosen
+
+    budget.captured = watch  # type: ignore[method-assign]
+    budget._rates = dict.fromkeys([0, *budget.numbers.tolist()], 1.0)
     naive.check(target(), engines.run(engine, jobs), jobs)
+    assert any(stood_in)
+    assert not all(stood_in)
+    assert len(graphs.captured) < len(stood_in)
+    for chosen, caps in zip(stood_in, graphs.caps, strict=True):
+        if chosen is not None:  # what comes with its prompt has no drafts yet
+            own, joined = caps[: len(chosen.caps)], caps[len(chosen.caps) :]
+            assert own == chosen.caps.tolist()
+            assert not any(joined)
+
+
+@pytest.mark.parametrize("name", ["trees", "p-eagle", "host"])
+def test_what_is_timed_is_what_is_chosen_without_its_prompts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [Job(p, GREEDY, joins=9 * n) for n, p in enumerate(prompts(8, seed=1))]
+    engine = engines.make_engine(
+        target(),
+        drafter_named(name, jobs),
+        4,
+        static=True,
+        nodes=12 if name == "trees" else None,
+        auto=True,
+    )
+    monkeypatch.setattr(budget_module, "REVIEW_STEPS", 1)
+    graphs = Graphs(monkeypatch)
+    naive.check(target(), engines.run(engine, jobs), jobs)
+    assert engine.budget is not None
+    timed = engine.budget.graph_costs._timed
+    pure = [s for s in graphs.captured if not s.num_items and (s.depth or s.feeds)]
+    assert set(timed) == {(s.batch, s.decode_rows, s.feeds) for s in pure}
+    assert any(s.num_items for s in graphs.captured)
+    assert engine.budget.graph_costs._num_steps > 0

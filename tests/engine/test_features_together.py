@@ -19,6 +19,7 @@ from peagle.models.eagle import EagleNetwork
 from peagle.models.ngram import NgramDrafter
 from peagle.sampling_params import SamplingParams, StructuredOutputsParams
 from peagle.speculation.budget import DraftChoice, Outcomes
+from peagle.speculation.costs import StepRun
 from tests.tiny import drafters, engines, naive
 from tests.tiny.engines import both_forms
 from tests.tiny.jobs import Job, grammar_of
@@ -178,7 +179,7 @@ def watch_budget(engine: Engine) -> None:
     assert engine.budget is not None
     observe = engine.budget.observe
 
-    def watched(choice: DraftChoice, outcomes: Outcomes, seconds: float | None = None) -> None:
+    def watched(choice: DraftChoice, outcomes: Outcomes, run: StepRun) -> None:
         num_drafts, paths = outcomes
         assert len(num_drafts) == len(paths) == len(choice.caps)
         assert (paths <= num_drafts[:, None]).all()
@@ -190,7 +191,7 @@ def watch_budget(engine: Engine) -> None:
             assert (steps > 0).all()
         else:  # one place for as many nodes as there are requests
             assert (steps >= 0).all()
-        observe(choice, outcomes, seconds)
+        observe(choice, outcomes, run)
 
     engine.budget.observe = watched  # type: ignore[method-assign]
 

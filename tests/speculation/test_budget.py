@@ -10,20 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peagle.speculation.budget import (
+    CAPTURE_SECONDS,
     AcceptanceCurve,
-    Counts,
     DraftBudget,
     DraftChoice,
-    DraftForm,
-    Numbers,
     Outcomes,
     ScoreCalibration,
-    StepCosts,
-    StepTimer,
     falling,
 )
+from peagle.speculation.costs import Counts, GraphCosts, Numbers, StepCosts, StepRun
 
 Seconds = Callable[[int, int], float]  # requests, rows
+PROMPT_ROWS = 80  # of a prompt
 SURE = 0.9 ** np.arange(1, 16)
 UNSURE = 0.45 ** np.arange(1, 16)
 NEVER = np.zeros(15)
@@ -40,14 +38,25 @@ def steep(batch: int, rows: int) -> float:
 
 
 class World:
-    """Drafts that are accepted with given probabilities, in steps that cost what they cost."""
+    """Drafts that are accepted with given probabilities, in steps that cost what they cost: in
+    milliseconds. Where shapes are padded steps are graphs, and new requests bring prompts."""
 
-    def __init__(self, budget: DraftBudget, seconds: Seconds, *, is_padded: bool) -> None:
+    def __init__(
+        self,
+        budget: DraftBudget,
+        seconds: Seconds,
+        *,
+        is_padded: bool,
+        prompts_per_token: float = 0.0,
+        on_top: float = 0.0,  # of each graph
+    ) -> None:
         self.budget, self.seconds, self.is_padded = budget, seconds, is_padded
+        self.prompts_per_token, self.on_top = prompts_per_token, on_top
         self.rng = np.random.default_rng(0)
-        self.time = self.tokens = 0.0
+        self.time = self.tokens = self.num_prompts = 0.0
         self.pace = 1.0  # of a machine that others use, too
         self.num_there: Counts | None = None  # drafts that the last step made
+        self.graphs = set[tuple[int, int, int]]()  # requests, number, rows of prompts
 
     def run(self, steps: int, batch: int, values: Numbers) -> list[DraftChoice]:
         """The first draft that is not accepted ends the path: of a chain, that is."""
@@ -56,23 +65,57 @@ class World:
         before = np.r_[1.0, values[:-1]]
         conditional = np.where(before > 0, values / np.maximum(before, 1e-9), 0.0)
         for _ in range(steps):
-            choice = self.budget.choose(np.arange(batch), np.full(batch, size), may_explore=True)
+            num_prompts = int(self.num_prompts)
+            self.num_prompts -= num_prompts
+            prompt_rows = PROMPT_ROWS * num_prompts
+            most = np.full(batch, size)
+            choice = self.budget.choose(np.arange(batch), most, may_explore=not prompt_rows)
+            if self.is_padded:
+                choice = self.captured(choice, most, prompt_rows)
             there = 0 if self.num_there is None else size
             caps = np.minimum(choice.unshared().caps, there)  # all are as probable as each other
             agrees = self.rng.random((batch, size)) < conditional
             accepted = np.minimum(agrees.cumprod(1).sum(1).astype(np.int64), caps)
             number = np.arange(1, size + 1)
             paths = np.where(number <= accepted[:, None], number, 0)
-            rows = batch + int(caps.sum())
             if self.is_padded:
-                rows = batch * (choice.unshared().num_drafts + 1)
-            seconds = self.seconds(batch, rows) + 0.1 * (choice.depth > 0)
-            self.budget.observe(choice, Outcomes(caps, paths), seconds * self.noise())
+                rows, noise = batch * (choice.number + 1), 1.0
+                seconds = self.seconds_of(batch, rows + prompt_rows, choice) + 0.001 * self.on_top
+            else:
+                rows, noise = batch + int(caps.sum()), self.noise()
+                seconds = self.seconds_of(batch, rows, choice)
+            run = StepRun(seconds * noise, batch, rows, prompt_rows)
+            self.budget.observe(choice, Outcomes(caps, paths), run)
             self.num_there = caps if choice.depth else None
             self.time += seconds
             self.tokens += batch + float(accepted.sum())
+            self.num_prompts += self.prompts_per_token * (batch + float(accepted.sum()))
             made.append(choice)
         return made
+
+    def captured(self, choice: DraftChoice, most: Counts, prompt_rows: int) -> DraftChoice:
+        """The choice that is run; its graph is captured if there is none yet."""
+        batch = len(most)
+
+        def has_graph(choice: DraftChoice) -> bool:
+            return (batch, choice.number, prompt_rows) in self.graphs
+
+        choice = self.budget.captured(choice, most, prompt_rows, has_graph)
+        if self.budget.needs_timing(choice):
+            self.capture(batch, choice, 0)
+        if not has_graph(choice):
+            self.capture(batch, choice, prompt_rows)
+        return choice
+
+    def capture(self, batch: int, choice: DraftChoice, prompt_rows: int) -> None:
+        self.graphs.add((batch, choice.number, prompt_rows))
+        if not prompt_rows:
+            rows = batch * (choice.number + 1)
+            alone = self.seconds_of(batch, rows, choice)
+            self.budget.graph_costs.start(batch, rows, alone, is_off=not choice.depth)
+
+    def seconds_of(self, batch: int, rows: int, choice: DraftChoice) -> float:
+        return 0.001 * (self.seconds(batch, rows) + 0.1 * (choice.depth > 0))
 
     def noise(self) -> float:
         late = 5.0 if self.rng.random() < 0.02 else 1.0
@@ -87,9 +130,15 @@ class World:
     def best_rate(self, batch: int, values: Numbers) -> float:
         """Of a fixed number of drafts, or of none."""
         worth = np.r_[0.0, values.cumsum()]
-        numbers = [0, *self.budget.numbers.tolist()]
-        seconds = [self.seconds(batch, batch * (n + 1)) + 0.1 * (n > 0) for n in numbers]
-        return max(batch * (1 + worth[n]) / s for n, s in zip(numbers, seconds, strict=True))
+        rates = []
+        for n in [0, *self.budget.numbers.tolist()]:
+            rows, tokens = batch * (n + 1), batch * (1 + worth[n])
+            num_prompts = self.prompts_per_token * tokens  # in a step
+            few, share = int(num_prompts), num_prompts % 1
+            low, high = (self.seconds(batch, rows + PROMPT_ROWS * m) for m in (few, few + 1))
+            mean = (1 - share) * low + share * high + self.on_top + 0.1 * (n > 0)
+            rates.append(tokens / (0.001 * mean))
+        return max(rates)
 
 
 def make_budget(
@@ -98,10 +147,9 @@ def make_budget(
     free_rows: float = 24.0,
     max_rows: int = 2048,
     nodes: int | None = 15,
-    timer: StepTimer = lambda batch, form: None,
 ) -> DraftBudget:
     pad = (lambda batch: batch) if is_padded else None
-    return DraftBudget(15, nodes, free_rows=free_rows, max_rows=max_rows, pad=pad, timer=timer)
+    return DraftBudget(15, nodes, free_rows=free_rows, max_rows=max_rows, pad=pad)
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
@@ -112,7 +160,7 @@ def test_it_comes_near_to_the_best_fixed_number(
     batch: int, values: Numbers, seconds: Seconds, is_padded: bool
 ) -> None:
     world = World(make_budget(is_padded=is_padded), seconds, is_padded=is_padded)
-    world.run(400, batch, values)
+    world.run(4000 if is_padded else 400, batch, values)  # graphs are not captured lightly
     world.run(600, batch, values)
     assert world.rate > 0.93 * world.best_rate(batch, values)
 
@@ -122,6 +170,7 @@ def test_it_follows_the_load(is_padded: bool) -> None:
     world = World(make_budget(is_padded=is_padded), flat, is_padded=is_padded)
     numbers = []
     for batch in (1, 64, 1):
+        world.run(2000, batch, SURE)
         made = world.run(500, batch, SURE)
         assert world.rate > 0.9 * world.best_rate(batch, SURE)
         numbers.append(np.mean([c.unshared().num_drafts for c in made[-100:]]))
@@ -141,58 +190,100 @@ def test_drafts_that_never_pay_are_given_up_and_taken_up_again_when_they_do(
     assert world.rate > 0.95 * world.best_rate(4, SURE)
 
 
+@pytest.mark.parametrize("prompts_per_token", [0.003, 0.03])
 @pytest.mark.parametrize("seconds", [flat, steep])
 @pytest.mark.parametrize("values", [SURE, UNSURE, NEVER], ids=["sure", "unsure", "never"])
 @pytest.mark.parametrize("batch", [1, 16])
-def test_steps_that_are_timed_by_themselves_need_not_be_met(
-    batch: int, values: Numbers, seconds: Seconds
+def test_prompts_beside_the_drafts_do_not_hide_what_is_best(
+    batch: int, values: Numbers, seconds: Seconds, prompts_per_token: float
 ) -> None:
-    """Where prompts come with every step, none shows what its drafts alone cost."""
-    timed: list[int] = []
-
-    def timer(requests: int, form: DraftForm) -> float:
-        number = form.num_drafts if form.mean is None else form.mean
-        timed.append(number)
-        return 0.01 * (seconds(requests, requests * (number + 1)) + 0.1 * (number > 0))
-
-    budget = make_budget(is_padded=True, timer=timer)
-    observe = budget.observe
-    budget.observe = lambda choice, outcomes, _=None: observe(choice, outcomes)  # type: ignore
-    world = World(budget, seconds, is_padded=True)
-    world.run(300, batch, values)
-    world.run(300, batch, values)
-    assert world.rate > 0.93 * world.best_rate(batch, values)
-    assert len(timed) == len(set(timed))
+    budget = make_budget(is_padded=True)
+    world = World(budget, seconds, is_padded=True, prompts_per_token=prompts_per_token)
+    world.run(4000, batch, values)
+    world.run(600, batch, values)
+    assert world.rate > 0.9 * world.best_rate(batch, values)
 
 
-def test_a_number_of_requests_that_is_soon_another_has_nothing_timed() -> None:
-    timed: list[int] = []
-
-    def timer(batch: int, form: DraftForm) -> float:
-        timed.append(batch)
-        return 0.01
-
-    budget = make_budget(is_padded=True, timer=timer)
-    for batch in [1, 2, 3, 4] * 10:
-        budget.choose(np.arange(batch), np.full(batch, 15), may_explore=True)
-    assert not timed
-    for _ in range(64):
-        budget.choose(np.arange(4), np.full(4, 15), may_explore=False)
-    assert set(timed) == {4}
+def test_what_every_step_takes_on_top_makes_drafts_pay() -> None:
+    """Contexts to read and a host to wait for cost the same with many drafts as with few."""
+    numbers = []
+    for on_top in (0.0, 20.0):
+        world = World(make_budget(is_padded=True), steep, is_padded=True, on_top=on_top)
+        world.run(600, 4, SURE)
+        numbers.append(world.run(200, 4, SURE)[-1].number)
+        assert world.rate > 0.93 * world.best_rate(4, SURE)
+    assert numbers[1] > numbers[0]
 
 
-def test_what_was_learned_before_a_step_was_timed_keeps_its_relations() -> None:
-    costs = StepCosts(24.0)
-    for _ in range(200):
-        for rows, seconds in ((16, 1.0), (64, 3.0)):
-            costs.observe(4, rows, seconds)
-    before = costs.estimate(4, np.array([16, 64]))
-    costs.start(4, 16, 0.002)
-    after = costs.estimate(4, np.array([16, 64]))
-    assert after[0] == pytest.approx(0.002, rel=0.01)
-    assert after[1] / after[0] == pytest.approx(before[1] / before[0], rel=0.02)
-    costs.start(4, 64, 0.005)
-    assert costs.estimate(4, np.array([16, 64])) == pytest.approx([0.002, 0.005], rel=0.01)
+@pytest.mark.parametrize("prompts_per_token", [0.0, 0.01])
+def test_few_graphs_are_captured_and_then_none(prompts_per_token: float) -> None:
+    budget = make_budget(is_padded=True)
+    world = World(budget, flat, is_padded=True, prompts_per_token=prompts_per_token)
+    for batch in (1, 2, 3, 4, 8, 16) * 3:  # each for a moment
+        world.run(8, batch, SURE)
+    kinds = 1 + (prompts_per_token > 0)
+    assert len(world.graphs) <= 6 * kinds + 2
+    world.run(2000, 16, SURE)
+    known = len(world.graphs)
+    world.run(2000, 16, SURE)
+    assert len(world.graphs) == known
+    assert world.rate > 0.93 * world.best_rate(16, SURE)
+
+
+def test_a_graph_is_captured_when_others_have_lost_what_it_takes() -> None:
+    budget = make_budget(is_padded=True)
+    most = np.full(4, 15)
+    for number, seconds in ((0, 0.002), (3, 0.002), (7, 0.0021)):
+        budget.graph_costs.start(4, 4 * (number + 1), seconds, is_off=number == 0)
+    choice = budget.choose(np.arange(4), most, may_explore=False)
+    assert choice.number == 15  # by what one may hope that it costs
+    steps = 0
+    while budget.captured(choice, most, 0, lambda other: other.number == 7).number == 7:
+        steps += 1
+    rates = budget.rates(most, hopes=True)
+    gain = 1 - rates[1 + budget.numbers.tolist().index(7)] / rates[-1]
+    assert steps == pytest.approx(CAPTURE_SECONDS / (gain * 0.0021), rel=0.1)
+    # No number may take more rows than the step has.
+    small = make_budget(is_padded=True, max_rows=39)
+    few = small.choose(np.arange(4), most, may_explore=False)
+    assert small.captured(few, most, 16, lambda other: other.number > few.number) is few
+
+
+def test_graphs_cost_what_they_took_and_between_it_in_between() -> None:
+    costs = GraphCosts(free_rows=256.0)
+    for rows, seconds in ((32, 0.001), (128, 0.0016), (512, 0.004)):
+        costs.start(8, rows, seconds)
+    costs.start(8, 8, 0.0008, is_off=True)
+    low, middle, high, highest = costs.alone(8, np.array([32, 64, 128, 512]))
+    assert [low, high, highest] == pytest.approx([0.001, 0.0016, 0.004], rel=0.03)
+    assert low < middle < high
+    assert costs.alone(8, np.array([8]), is_off=True)[0] == pytest.approx(0.0008, rel=0.03)
+    hoped = costs.hoped(8, np.array([32, 64, 128, 512]))
+    assert hoped[[0, 2, 3]] == pytest.approx([low, high, highest])
+    assert low < hoped[1] < middle
+
+
+@given(st.integers(0, 2**31))
+def test_prompts_and_what_every_step_takes_on_top_are_told_apart(seed: int) -> None:
+    costs, rng = GraphCosts(free_rows=256.0), np.random.default_rng(seed)
+    for rows in (64, 512):
+        costs.start(8, rows, 0.001 * (1 + rows / 256))
+    for _ in range(300):
+        prompt_rows = int(rng.choice([0, 64, 128, 256]))
+        seconds = 0.001 * (1 + 64 / 256) + 0.0004 + 0.002 * prompt_rows / 256
+        costs.observe(StepRun(seconds * float(rng.uniform(0.95, 1.05)), 8, 64, prompt_rows))
+        costs.observe(StepRun(None, 8, 64, prompt_rows))  # something else took time
+        costs.observe(StepRun(9.0, 8, 128))  # a graph that nobody timed
+    assert costs.on_top(8) == pytest.approx(0.0004, abs=0.00015)
+
+
+def test_prompts_of_always_the_same_rows_cost_what_other_rows_cost() -> None:
+    costs = GraphCosts(free_rows=256.0)
+    for rows in (8, 64, 264, 512):
+        costs.start(8, rows, 0.001 * (1 + rows / 256))
+    for _ in range(300):
+        costs.observe(StepRun(0.001 * (1 + (64 + 128) / 256) + 0.0003, 8, 64, 128))
+    assert costs.on_top(8) == pytest.approx(0.0003, abs=0.0001)
 
 
 def test_a_step_keeps_to_its_rows() -> None:

@@ -75,7 +75,7 @@ class WatchedRunner(Runner):
         chunks: Sequence[Chunk],
         host: HostSampling | None = None,
     ) -> Report:
-        self.shapes.append(self._padded(shape, chunks))
+        self.shapes.append(self.padded_shape(shape, chunks))
         for index in slots:
             self._check_slot(self.engine.scheduler.running[index])
         report = super().run(shape, slots, caps, chunks, host)

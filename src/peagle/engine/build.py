@@ -22,7 +22,7 @@ from peagle.kernels.device_batch import make_device_batch
 from peagle.kernels.step_ops import step_ops
 from peagle.models.drafter import CacheLayout, Drafter, HostDrafter, NetworkDrafter
 from peagle.models.target import TargetModel
-from peagle.speculation.budget import DraftBudget, StepTimer
+from peagle.speculation.budget import DraftBudget
 from peagle.speculation.draft_limit import num_draft_rows
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def make_runner(
 
 
 def make_budget(
-    speculation: Speculation | None, runner: Runner, max_rows: int, timer: StepTimer
+    speculation: Speculation | None, runner: Runner, max_rows: int
 ) -> DraftBudget | None:
     """None where every step verifies as many drafts as requests ask for."""
     if speculation is None or not speculation.is_auto:
@@ -111,7 +111,6 @@ def make_budget(
         pad=partial(padded, sizes=BATCH_SIZES) if runner.static else None,
         scores=scores if state.trees is not None and not runner.static else None,
         depth_is_free=runner.models.drafting is None,
-        timer=timer,
     )
 
 

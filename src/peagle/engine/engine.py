@@ -30,7 +30,7 @@ from peagle.engine.memory import make_allocator, make_groups
 from peagle.engine.prefix_cache import PrefixCacheStats
 from peagle.engine.prompts import check_tokens
 from peagle.engine.request import DraftTree, Request, TokenLogprobs
-from peagle.engine.runner import BATCH_SIZES, WARM_CONTEXTS, Report, padded
+from peagle.engine.runner import Report
 from peagle.engine.sampler import SAMPLINGS
 from peagle.engine.scheduler import Chunk, Schedule, Scheduler, Slot
 from peagle.engine.step import StepShape
@@ -39,7 +39,8 @@ from peagle.kernels.device_batch import HEADER
 from peagle.models.drafter import Drafter, HostTreeDrafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
-from peagle.speculation.budget import DraftChoice, DraftForm, Outcomes
+from peagle.speculation.budget import DraftChoice, Outcomes
+from peagle.speculation.costs import StepRun
 from peagle.speculation.draft_limit import cache_slack
 from peagle.speculation.statistics import SpecDecodeStats
 from peagle.speculation.trees import BEAM, num_candidates
@@ -144,8 +145,9 @@ class InFlight(NamedTuple):
     host: HostSampling | None
     drafts: DraftChoice | None
     shape: StepShape  # before it was padded
+    padded_shape: StepShape
     shown: dict[int, tuple[list[int], list[int]]]  # drafts of the rows whose requests keep them
-    is_alone: bool = False  # nothing ran beside it, neither prompt rows nor a step of the host's
+    is_alone: bool = False  # no other step ran beside it, and no graph was captured for it
 
     @property
     def is_tree(self) -> bool:
@@ -220,8 +222,8 @@ class Engine:
             static=on_gpu if static_shapes is None else static_shapes,
         )
         self.clock = Clock(self.stats)
-        max_rows = config.max_num_batched_tokens
-        self.budget = make_budget(speculation, self.runner, max_rows, self._seconds)
+        self.budget = make_budget(speculation, self.runner, config.max_num_batched_tokens)
+        self.runner.on_capture = self._learn_of_graph
         self.scheduler = Scheduler(
             self.allocator,
             config.max_num_seqs,
@@ -237,7 +239,6 @@ class Engine:
         overlaps = on_gpu if async_scheduling is None else async_scheduling
         self._overlaps = overlaps and self._host_drafter is None
         self._in_flight: deque[InFlight] = deque()
-        self._num_graphs = 0  # captured before the step that was launched last
 
     @torch.inference_mode()
     def step(self) -> list[NewTokens]:
@@ -268,7 +269,6 @@ class Engine:
         needs_host = self.scheduler.batch.needs_host[schedule.slots] > 0
         drafts, own_drafts = schedule.drafts, None
         if drafts is not None:
-            self._count_choice(schedule.slots[: len(drafts.caps)], drafts)
             own_drafts = drafts.part(needs_host[: len(drafts.caps)]).unshared()
             drafts = drafts.part(~needs_host[: len(drafts.caps)])
         if needs_host.any():
@@ -283,18 +283,19 @@ class Engine:
                 if self.budget is not None and own_drafts is not None:
                     own_drafts = self.budget.after_cut(own_drafts, slots[: len(own_drafts.caps)])
             step = self._run(slots, caps, hosts, own_drafts, HostSampling(requests))
-            is_alone = bool(needs_host.all()) and not chunks
-            self._in_flight.append(step._replace(is_alone=is_alone))
+            self._in_flight.append(step._replace(is_alone=bool(needs_host.all())))
             schedule = schedule._replace(
                 slots=schedule.slots[~needs_host],
                 caps=schedule.caps[~needs_host],
                 chunks=[c for c in chunks if c not in hosts],
             )
         if schedule:
+            if drafts is not None and self.runner.has_graphs:
+                schedule, drafts = self._with_graph(schedule, drafts)
+            num_graphs = self.runner.num_graphs
             step = self._run(schedule.slots, schedule.caps, schedule.chunks, drafts)
-            has_captured = self.runner.num_graphs > self._num_graphs  # while the device waited
-            self._num_graphs = self.runner.num_graphs
-            is_alone = not (schedule.chunks or needs_host.any() or has_captured)
+            has_captured = self.runner.num_graphs > num_graphs  # while the device waited
+            is_alone = not (needs_host.any() or has_captured)
             self._in_flight.append(step._replace(is_alone=is_alone))
         self.scheduler.launched(chunks)
 
@@ -307,6 +308,58 @@ class Engine:
         host: HostSampling | None = None,
     ) -> InFlight:
         batch = self.scheduler.batch
+        shape = self._shape(indices, chunks, drafts)
+        if drafts is not None:
+            self._count_choice(indices[: len(drafts.caps)], drafts)
+        slots = [self.scheduler.running[n] for n in indices.tolist()]
+        shown = {
+            n: self.runner.read_drafts(slot.index)
+            for n, slot in enumerate(slots)
+            if slot.request.draft_trees is not None
+        }
+        report = self.runner.run(shape, indices.tolist(), caps.tolist(), chunks, host)
+        batch.in_flight[indices] += 1
+        num_running = len(self.scheduler.running)
+        return InFlight(
+            report,
+            slots,
+            indices,
+            batch.serials[indices],
+            num_running,
+            host,
+            drafts,
+            shape,
+            self.runner.padded_shape(shape, chunks),
+            shown,
+        )
+
+    def _with_graph(self, schedule: Schedule, drafts: DraftChoice) -> tuple[Schedule, DraftChoice]:
+        """With drafts that there is a graph for, unless one is to be captured; timed, if that is
+        due."""
+        assert self.budget is not None
+        slots, chunks, batch = schedule.slots, schedule.chunks, self.scheduler.batch
+        own = slots[: len(drafts.caps)]  # behind them: requests that came with their prompts
+
+        def padded(choice: DraftChoice) -> StepShape:
+            return self.runner.padded_shape(self._shape(slots, chunks, choice), chunks)
+
+        chosen = self.budget.captured(
+            drafts,
+            batch.num_rows[own] - 1,
+            self.runner.prompt_rows(chunks),
+            lambda choice: self.runner.has_graph(padded(choice)),
+        )
+        if self.budget.needs_timing(chosen):
+            self.runner.capture(self.runner.padded_shape(self._shape(own, (), chosen), ()))
+        if chosen is drafts:
+            return schedule, drafts
+        caps = np.concatenate((chosen.caps, schedule.caps[len(own) :]))
+        return schedule._replace(caps=caps), chosen
+
+    def _shape(
+        self, indices: Column, chunks: Sequence[Chunk], drafts: DraftChoice | None
+    ) -> StepShape:
+        batch = self.scheduler.batch
         prompts = np.array([c.slot.index for c in chunks], dtype=np.int64)
         reach = int(batch.reach(indices).max(initial=1))
         sampling = SAMPLINGS[batch.sampling[indices].max(initial=0)]
@@ -317,18 +370,7 @@ class Engine:
             by_rejection=self._verification == "rejection" and sampling != "greedy",
             num_splits=self.runner.num_splits(len(indices), reach),
         )
-        shape = self._with_drafts(shape, np.concatenate((indices, prompts)), drafts)
-        slots = [self.scheduler.running[n] for n in indices.tolist()]
-        shown = {
-            n: self.runner.read_drafts(slot.index)
-            for n, slot in enumerate(slots)
-            if slot.request.draft_trees is not None
-        }
-        report = self.runner.run(shape, indices.tolist(), caps.tolist(), chunks, host)
-        batch.in_flight[indices] += 1
-        num_running = len(self.scheduler.running)
-        serials = batch.serials[indices]
-        return InFlight(report, slots, indices, serials, num_running, host, drafts, shape, shown)
+        return self._with_drafts(shape, np.concatenate((indices, prompts)), drafts)
 
     def _with_drafts(
         self, shape: StepShape, slots: Column, drafts: DraftChoice | None
@@ -411,8 +453,17 @@ class Engine:
             return
         rows = rows[: len(drafts.caps)]  # behind them: requests that came with their prompts
         outcomes = step.outcomes(rows)
-        is_alone = step.is_alone and len(step.slots) == len(rows)
-        self.budget.observe(drafts, outcomes, seconds if is_alone else None)
+        shape = step.padded_shape
+        is_known = self.runner.static or len(step.slots) == len(rows)
+        measured = seconds if step.is_alone and is_known else None
+        run = StepRun(measured, shape.batch, shape.decode_rows, shape.prompt_rows)
+        self.budget.observe(drafts, outcomes, run)
+
+    def _learn_of_graph(self, shape: StepShape, seconds: float) -> None:
+        """A graph was captured, and took so long over nobody's rows."""
+        if self.budget is not None and (shape.depth or shape.feeds) and not shape.num_items:
+            costs = self.budget.graph_costs
+            costs.start(shape.batch, shape.decode_rows, seconds, is_off=shape.feeds)
 
     def _continues(self, indices: Column, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Where tokens came, none of them may end the request, and its limit is not reached."""
@@ -564,22 +615,6 @@ class Engine:
     def warm_up(self) -> None:
         """Captures the CUDA graphs of common steps now rather than when each is first met."""
         self.runner.warm_up(self._common_drafts, self.scheduler.max_num_batched_tokens)
-        if self.budget is not None:
-            last = padded(self.scheduler.max_num_seqs, BATCH_SIZES)
-            for batch in (size for size in BATCH_SIZES if size <= last):
-                self.budget.time(batch)
-
-    def _seconds(self, batch: int, form: DraftForm) -> float | None:
-        """Of a step of so many greedy requests with such drafts, where that can be measured."""
-        slots = np.flatnonzero(self.scheduler.batch.ready())
-        reach = int(self.scheduler.batch.reach(slots).max(initial=0)) or WARM_CONTEXTS[-1]
-        num_splits = self.runner.num_splits(batch, reach)
-        shape = StepShape(batch=batch, depth=form.depth, sampling="greedy", num_splits=num_splits)
-        if not form.depth:
-            return self.runner.seconds(shape._replace(feeds=True))
-        if self._has_trees:
-            shape = shape._replace(num_nodes=form.num_drafts, mean_nodes=form.mean)
-        return self.runner.seconds(shape)
 
     def _common_drafts(self, batch: int, has_prompts: bool) -> list[StepShape]:
         """What so many requests may be drafted; beside prompts only what is most likely."""

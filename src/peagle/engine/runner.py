@@ -70,6 +70,7 @@ class Runner:
         self.models, self.static = models, static
         self._tables = tables
         self._graphs: dict[StepShape, GraphedStep] = {}
+        self.on_capture: Callable[[StepShape, float], None] | None = None  # with its seconds
         self.device = models.state.numbers.device
         self._memory = GraphMemory() if static and self.device.type == "cuda" else None
 
@@ -107,17 +108,25 @@ class Runner:
         chunks: Sequence[Chunk],
         host: HostSampling | None = None,
     ) -> Report:
-        shape = self._padded(shape, chunks)
+        shape = self.padded_shape(shape, chunks)
         inputs = self._inputs(shape, slots, caps, chunks)
         if self._memory is None or host is not None:
             return self._run_eagerly(Step(self.models, shape), inputs, host)
         return Report(*self._graph(shape).run(inputs))
 
-    def seconds(self, shape: StepShape) -> float | None:
-        """Of a step over nobody's rows, captured for that; None where steps are not graphs."""
-        if self._memory is None:
-            return None
-        return self._graph(self._padded(shape, ())).seconds
+    @property
+    def has_graphs(self) -> bool:
+        return self._memory is not None
+
+    def has_graph(self, shape: StepShape) -> bool:
+        return shape in self._graphs
+
+    def capture(self, shape: StepShape) -> None:
+        self._graph(shape)
+
+    def prompt_rows(self, chunks: Sequence[Chunk]) -> int:
+        """Rows that these take in a step whose shape is padded."""
+        return padded(_num_items(chunks), ITEM_COUNTS) * ROWS_PER_ITEM
 
     def warm_up(self, drafts: DraftShapes, max_rows: int) -> None:
         """Captures the shapes that greedy requests meet: every size of a batch and of prompts, for
@@ -151,7 +160,9 @@ class Runner:
     def _graph(self, shape: StepShape) -> GraphedStep:
         assert self._memory is not None
         if shape not in self._graphs:
-            self._graphs[shape] = GraphedStep(Step(self.models, shape), self._memory)
+            graph = self._graphs[shape] = GraphedStep(Step(self.models, shape), self._memory)
+            if self.on_capture is not None:
+                self.on_capture(shape, graph.seconds)
         return self._graphs[shape]
 
     def _run_eagerly(self, step: Step, inputs: Tensor, host: HostSampling | None) -> Report:
@@ -162,15 +173,14 @@ class Runner:
         step.draft(verified)
         return Report(verified.committed.report, begun, mark)
 
-    def _padded(self, shape: StepShape, chunks: Sequence[Chunk]) -> StepShape:
+    def padded_shape(self, shape: StepShape, chunks: Sequence[Chunk]) -> StepShape:
         """With the prompt rows' items; under graphs, one of the few shapes that holds it."""
         if not self.static:
             longest = max((c.num_rows for c in chunks), default=1)
             return shape._replace(num_items=len(chunks), rows_per_item=longest)
-        num_items = sum(-(-c.num_rows // ROWS_PER_ITEM) for c in chunks)
         return shape._replace(
             batch=padded(max(shape.batch, 1), BATCH_SIZES),
-            num_items=padded(num_items, ITEM_COUNTS),
+            num_items=padded(_num_items(chunks), ITEM_COUNTS),
             rows_per_item=ROWS_PER_ITEM,
         )
 
@@ -322,6 +332,11 @@ class Runner:
         if self.device.type != "cuda":
             return host
         return host.pin_memory().to(self.device, non_blocking=True)
+
+
+def _num_items(chunks: Sequence[Chunk]) -> int:
+    """Of prompt rows, where shapes are padded."""
+    return sum(-(-chunk.num_rows // ROWS_PER_ITEM) for chunk in chunks)
 
 
 def _numbers(slot: Slot) -> list[int]:

@@ -65,6 +65,15 @@ class StepShape(NamedTuple):
         return self.depth if self.num_nodes is None else self.num_nodes
 
     @property
+    def decode_rows(self) -> int:
+        """Of all slots together."""
+        return self.shared_rows or self.batch * (self.max_drafts + 1)
+
+    @property
+    def prompt_rows(self) -> int:
+        return self.num_items * self.rows_per_item
+
+    @property
     def shared_rows(self) -> int | None:
         """Decode rows of all slots together, where they share them."""
         return None if self.mean_nodes is None else self.batch * (self.mean_nodes + 1)

@@ -7,25 +7,21 @@ would have given. The choice is the one with the most expected tokens per second
 
     (requests + expected accepted drafts) / seconds of a step with so many rows
 
-Worth and cost are measured while the engine runs; of costs only their relations count. They decide
-how fast it is, never what it writes: verification gives the same tokens for every choice.
+Worth and cost are measured while the engine runs: worth here, costs in speculation/costs.py. They
+decide how fast it is, never what it writes: verification gives the same tokens for every choice.
 
 Shapes: B requests, N drafts at most, K depths. Imports no torch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-Counts = NDArray[np.int64]
-Numbers = NDArray[np.float64]
-# Requests and the form of their drafts -> seconds of such a step by itself; None: not measurable.
-StepTimer = Callable[[int, "DraftForm"], float | None]
+from peagle.speculation.costs import Counts, GraphCosts, Numbers, StepCosts, StepRun
 
 REVIEW_STEPS = 16  # between two looks at which number of drafts is best
 # Steps until another number is tried for the first time with some number of requests, and how
@@ -33,99 +29,11 @@ REVIEW_STEPS = 16  # between two looks at which number of drafts is best
 FIRST_TRIAL, RAREST_TRIAL, RAREST_PROBE = 8, 4096, 256
 WORTH_A_TRIAL = 0.6  # of the best rate: what promises less is not tried
 GAIN_TO_SWITCH = 1.02  # another number must promise so much more: figures are noisy
+CAPTURE_SECONDS = 0.1  # of a CUDA graph
 # What is chosen from: few, for each has to be tried, and is a family of CUDA graphs.
 TREE_NUMBERS = (1, 3, 5, 7, 15, 31, 63)
 MOST_OF_MEAN = 4  # times as many nodes as the mean, for requests that are sure of theirs
 CHAIN_NUMBERS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
-
-
-class StepCosts:
-    """What steps cost, relative to each other, by their requests and rows.
-
-    Learned from pairs of steps that ran one after the other: how fast the machine is changes, with
-    its other users and with the length of contexts, but hardly from one step to the next. What is
-    learned is how a step's time compares with a first guess, `1 + rows / free_rows`; near it, the
-    same is expected. More rows never cost less. Steps that can be timed by themselves (`start`)
-    need no guess.
-    """
-
-    MEMORY = 20.0  # pairs that a step's cost remembers
-    TIMED = 5.0  # pairs that a step counts for that was timed by itself
-    OUTLIER = 3.0  # times what was expected, more does not count
-    REACH = 0.15  # natural logarithm of the factor at which a measurement counts 1/e
-    RESOLUTION = 8  # classes of rows and of requests per doubling
-    OFF_SHARE = 0.85  # guess: of a step without drafts, what is left where none are made either
-    OFF_DISTANCE = 10.0  # such steps tell little of others
-
-    def __init__(self, free_rows: float) -> None:
-        self.free_rows = free_rows
-        self._places: dict[tuple[int, int, bool], int] = {}
-        self._points = np.zeros((0, 3))  # log requests, log rows, without drafts
-        self._logs, self._weights = np.zeros(0), np.zeros(0)  # logarithm of time over guess
-        self._last: tuple[int, float] | None = None  # place of the step before, and its logarithm
-        self._is_timed = False
-
-    def observe(self, batch: int, rows: int, seconds: float, *, is_off: bool = False) -> None:
-        """A step right behind the one that was observed last; `is_off`: it drafted nothing."""
-        place, weights = self._place(batch, rows, is_off), self._weights
-        own = math.log(seconds / float(self._guess(rows, is_off)))
-        before, self._last = self._last, (place, own)
-        if before is None or before[0] == place:
-            return
-        other, theirs = before
-        most = math.log(self.OUTLIER)
-        change = (own - theirs) - float(self._logs[place] - self._logs[other])
-        change = min(max(change, -most), most) / (min(weights[place], weights[other]) + 1)
-        share = weights[other] / (weights[place] + weights[other])  # the less is known, the more
-        self._logs[place] += change * share
-        self._logs[other] -= change * (1 - share)
-        for one in (place, other):
-            weights[one] = min(weights[one] + 1, self.MEMORY)
-
-    def start(self, batch: int, rows: int, seconds: float, *, is_off: bool = False) -> None:
-        """A step that was timed by itself. What was learned before the first one has another unit:
-        it is brought to that of seconds."""
-        log = math.log(seconds)
-        if not self._is_timed:
-            self._logs += log - math.log(self.estimate(batch, np.array([rows]), is_off=is_off)[0])
-            self._is_timed = True
-        place = self._place(batch, rows, is_off)
-        self._logs[place] = log - math.log(float(self._guess(rows, is_off)))
-        self._weights[place] = max(self._weights[place], self.TIMED)
-
-    def estimate(self, batch: int, rows: Counts, *, is_off: bool = False) -> Numbers:
-        """In a unit of its own.  # rows [n], rising"""
-        guess = self._guess(rows, is_off)
-        if not self._places:
-            return guess
-        here = self._point(batch, rows, is_off)
-        distance = np.abs(here[:, None] - self._points).sum(2) / self.REACH  # [n, points]
-        nearest = distance.min(1, keepdims=True)  # of far ones, too, something counts
-        weights = self._weights * np.exp(nearest - distance)
-        logs = (weights * self._logs).sum(1) / weights.sum(1)
-        out: Numbers = np.maximum.accumulate(guess * np.exp(logs))
-        return out
-
-    def _guess(self, rows: int | Counts, is_off: bool) -> Numbers:
-        return np.asarray(1.0 + np.asarray(rows) / self.free_rows) * (self.OFF_SHARE**is_off)
-
-    def _point(self, batch: int, rows: Counts, is_off: bool) -> Numbers:
-        """[n] -> [n, 3]"""
-        return np.stack(
-            np.broadcast_arrays(math.log(batch), np.log(rows), is_off * self.OFF_DISTANCE), axis=-1
-        )
-
-    def _place(self, batch: int, rows: int, is_off: bool) -> int:
-        """Of a kind of step; the first of its kind is believed to be what is expected."""
-        classes = [round(self.RESOLUTION * math.log2(x)) for x in (batch, rows)]
-        key = classes[0], classes[1], is_off
-        if key not in self._places:
-            expected = self.estimate(batch, np.array([rows]), is_off=is_off)[0]
-            ratio = np.log(expected / self._guess(rows, is_off))
-            self._places[key] = len(self._places)
-            self._points = np.vstack((self._points, self._point(batch, np.array([rows]), is_off)))
-            self._logs, self._weights = np.append(self._logs, ratio), np.append(self._weights, 1.0)
-        return self._places[key]
 
 
 class Outcomes(NamedTuple):
@@ -225,6 +133,11 @@ class DraftChoice(NamedTuple):
     # many as `caps` say.
     mean_drafts: int | None = None
 
+    @property
+    def number(self) -> int:
+        """Of drafts that each request has, on average where all share rows."""
+        return self.num_drafts if self.mean_drafts is None else self.mean_drafts
+
     def part(self, which: NDArray[np.bool_]) -> DraftChoice:
         """For some of the requests, which run by themselves."""
         scores = None if self.scores is None else self.scores[which]
@@ -247,7 +160,9 @@ class DraftBudget:
     request by their nodes' probabilities on the device, and those of the requests that a batch is
     padded with. A node's place is then that among the nodes of all requests, divided by their
     number, so that here, too, those of any smaller number are the first ones. All chains have the
-    same length.
+    same length. Each number needs a CUDA graph for every number of requests and of prompt rows:
+    where there is none yet, another number stands in for as long as it costs less than capturing
+    one (`captured`).
     """
 
     def __init__(
@@ -260,19 +175,22 @@ class DraftBudget:
         pad: Callable[[int], int] | None = None,
         scores: Callable[[Counts], Numbers] | None = None,  # slots [B] -> [B, N]
         depth_is_free: bool = False,  # trees are drafted beside the step
-        timer: StepTimer = lambda batch, form: None,
     ) -> None:
         self.max_depth, self.max_nodes, self.max_rows = max_depth, max_nodes, max_rows
         self._pad, self._scores, self._depth_is_free = pad, scores, depth_is_free
         size = max_depth if max_nodes is None else max_nodes
         self.numbers = self._numbers(size)
         self.curve, self.calibration = AcceptanceCurve(size), ScoreCalibration()
-        self.costs, self._timer = StepCosts(free_rows), timer
-        self._timed: set[tuple[int, int]] = set()  # requests and drafts of each
-        self._worth = self._expected()  # at the last review
+        self.costs, self.graph_costs = StepCosts(free_rows), GraphCosts(free_rows)
+        # Seconds that steps lost by another number than the best, for want of its graph: by
+        # requests, number and rows of prompts.
+        self._lost: dict[tuple[int, int, int], float] = {}
+        # At the last review: what drafts are worth, and the hoped rate of each number that fits.
+        self._worth, self._rates = self._expected(), dict[int, float]()
         self.num_drafts = -1  # the choice that holds; 0: no drafts; -1: none yet
         self._batch = 0  # for which it holds
         self._since_review = self._since_trial = 0
+        self._is_stable = False  # whether as many requests were there at the last review
         self._trials: dict[int, int] = {}  # so far, by (padded) number of requests
         self._probes = 0  # steps left of a look at drafts while there are none
 
@@ -282,14 +200,58 @@ class DraftBudget:
         is_due = self._since_review >= REVIEW_STEPS or self._padded(len(most)) != self._batch
         if self.num_drafts < 0 or (len(most) and is_due):
             self._review(most if len(most) else self.numbers[-1:])  # prompts alone: one will come
-        number = self._explored() if may_explore and len(most) else self.num_drafts
+        # Without drafts nothing is learned of them, so then they are tried beside prompts, too.
+        explores = (may_explore or not self.num_drafts) and len(most) > 0
+        number = self._explored() if explores else self.num_drafts
+        if number and self._scores is not None and len(most):
+            return self._by_scores(self._scores(slots), most)
+        return self._choice(number, most)
+
+    def _choice(self, number: int, most: Counts) -> DraftChoice:
+        """With one number for all, or for all on average."""
         if number == 0:
             return DraftChoice(np.zeros_like(most), 0, 0, np.zeros(len(most)))
-        if self._scores is not None and len(most):
-            return self._by_scores(self._scores(slots), most)
         form = self.form_of(number, len(most))
         worth = self._worth[np.minimum(most, self._each(number, len(most)))]
         return DraftChoice(np.minimum(most, form.num_drafts), *form[:2], worth, None, form.mean)
+
+    def captured(
+        self,
+        choice: DraftChoice,
+        most: Counts,  # [B]
+        prompt_rows: int,
+        has_graph: Callable[[DraftChoice], bool],
+    ) -> DraftChoice:
+        """This choice, or the best of those that a graph was captured for. What the others lose
+        against it adds up; when that is what capturing takes, it is captured."""
+        if has_graph(choice) or not len(most):
+            return choice
+        number, batch, rates = choice.number, self._padded(len(most)), self._rates
+        room = max(self.max_rows, batch * (number + 1) + prompt_rows)
+        for other in sorted(rates, key=rates.__getitem__, reverse=True):
+            if other == number or batch * (other + 1) + prompt_rows > room:
+                continue
+            stand_in = self._choice(other, most)
+            if has_graph(stand_in):
+                return stand_in if self._can_wait(choice, stand_in, prompt_rows) else choice
+        return choice
+
+    def needs_timing(self, choice: DraftChoice) -> bool:
+        """Whether a step of this choice, without prompts, is to be timed by itself: as soon as so
+        many requests are there for longer than a moment."""
+        if self._pad is None or not self._is_stable or not len(choice.caps):
+            return False
+        batch, number = self._padded(len(choice.caps)), choice.number
+        rows = batch * (number + 1)
+        return not self.graph_costs.is_timed(batch, rows, is_off=not choice.depth)
+
+    def _can_wait(self, choice: DraftChoice, stand_in: DraftChoice, prompt_rows: int) -> bool:
+        batch, rate = len(choice.caps), self._rates[stand_in.number]
+        gain = 1.0 - rate / max(self._rates.get(choice.number, 0.0), rate)
+        seconds = (batch + float(stand_in.expected.sum())) / rate
+        key = self._padded(batch), choice.number, prompt_rows
+        self._lost[key] = self._lost.get(key, 0.0) + gain * seconds
+        return self._lost[key] < CAPTURE_SECONDS
 
     def _each(self, numbers: int | Counts, batch: int) -> int | Counts:
         """Drafts that so many requests have of their own and of the padding's, on average."""
@@ -316,10 +278,8 @@ class DraftBudget:
             return choice
         return choice._replace(scores=self._scores(slots))
 
-    def observe(
-        self, choice: DraftChoice, outcomes: Outcomes, seconds: float | None = None
-    ) -> None:
-        """A step that ran; `seconds` where it held nothing but these requests."""
+    def observe(self, choice: DraftChoice, outcomes: Outcomes, run: StepRun) -> None:
+        """A step that ran."""
         batch = len(outcomes.num_drafts)
         if not batch:
             return
@@ -329,12 +289,11 @@ class DraftBudget:
             values = self.calibration.values(choice.scores)
             self.curve.observe(outcomes, unverified=values)
             self.calibration.observe(choice.scores, outcomes)
-        if seconds is None:
-            return
-        rows = self._padded(batch) * (choice.unshared().num_drafts + 1)
-        if self._pad is None:
+        if self._pad is not None:
+            self.graph_costs.observe(run, is_off=not choice.depth)
+        elif run.seconds is not None and not run.prompt_rows:
             rows = batch + int(outcomes.num_drafts.sum())
-        self.costs.observe(self._padded(batch), rows, seconds, is_off=not choice.depth)
+            self.costs.observe(batch, rows, run.seconds, is_off=not choice.depth)
 
     def form_of(self, number: int, batch: int) -> DraftForm:
         """Of so many drafts for each of so many requests. Where trees share rows, one may have
@@ -377,53 +336,39 @@ class DraftBudget:
         """Accepted drafts of the first 0 .. N.  # [N+1]"""
         return np.concatenate(([0.0], np.cumsum(self.curve.values())))
 
-    def time(self, batch: int) -> None:
-        """Has all steps of so many requests timed that may be best."""
-        while self._time_next(np.full(batch, self.numbers[-1])):
-            pass
-
-    def _time_next(self, most: Counts) -> bool:
-        """Has a step timed that must be known before the choice is clear: the best by what is known
-        so far, or a neighbour of it. False: none is left."""
-        batch, rates = self._padded(len(most)), self.rates(most)
-        place = int(rates.argmax())
-        for near in (place, place + 1, place - 1):
-            if not 0 <= near < len(rates) or not rates[near]:
-                continue
-            number = int(self.numbers[near - 1]) if near else 0
-            if (batch, number) in self._timed:
-                continue
-            self._timed.add((batch, number))
-            form = self.form_of(number, batch) if number else DraftForm(0, 0, None)
-            seconds = self._timer(batch, form)
-            if seconds is not None:
-                self.costs.start(batch, batch * (number + 1), seconds, is_off=not number)
-                return True
-        return False
-
     def _review(self, most: Counts) -> None:
         """Which number is best, if it is clearly better than what holds."""
         self._since_review, batch = 0, self._padded(len(most))
-        if batch == self._batch:  # so many requests are there for longer than a moment
-            self._time_next(most)
+        self._is_stable = batch == self._batch
         numbers, self._worth = np.concatenate(([0], self.numbers)), self._expected()
-        rates = self.rates(most)
+        rates = self.rates(most, hopes=True)
+        self._rates = {
+            n: rate for n, rate in zip(numbers.tolist(), rates.tolist(), strict=True) if rate
+        }
         best = int(rates.argmax())
         holds = np.flatnonzero((numbers == self.num_drafts) & (batch == self._batch))
         if not len(holds) or rates[best] > GAIN_TO_SWITCH * rates[holds[0]]:
             self.num_drafts, self._batch = int(numbers[best]), batch
             self._trials[batch] = min(self._trials.get(batch, 0), 3)  # it has other neighbours
 
-    def rates(self, most: Counts) -> Numbers:
-        """Expected tokens per time: without drafts, and with each of `numbers`."""
-        batch, numbers = self._padded(len(most)), self.numbers
+    def rates(self, most: Counts, *, hopes: bool = False) -> Numbers:
+        """Expected tokens per time: without drafts, and with each of `numbers`. `hopes`: what
+        graphs cost that were never timed is taken to be less than the estimate."""
+        batch, numbers = self._padded(len(most)), np.concatenate(([0], self.numbers))
         each = self._each(numbers, max(len(most), 1))
         tokens = len(most) + self._worth[np.minimum(most[:, None], each)].sum(0)
         rows = batch * (numbers + 1)
-        fits = rows <= max(self.max_rows, rows[0])
-        with_drafts = np.where(fits, tokens / self.costs.estimate(batch, rows), 0.0)
-        without = self.costs.estimate(batch, np.array([batch]), is_off=True)
-        return np.concatenate((len(most) / without, with_drafts))
+        if self._pad is None:
+            without = self.costs.estimate(batch, rows[:1], is_off=True)
+            seconds = np.concatenate((without, self.costs.estimate(batch, rows[1:])))
+        else:
+            costs = self.graph_costs
+            without = costs.alone(batch, rows[:1], is_off=True)
+            with_drafts = costs.hoped(batch, rows[1:]) if hopes else costs.alone(batch, rows[1:])
+            seconds = np.concatenate((without, with_drafts)) + costs.on_top(batch)
+        fits = rows <= max(self.max_rows, rows[1])
+        out: Numbers = np.where(fits, tokens / seconds, 0.0)
+        return out
 
     def _explored(self) -> int:
         """The number that holds, now and then the next larger or smaller. Without drafts: with some
