@@ -481,8 +481,8 @@ def tree_steps() -> str:
 ### The same with trees
 
 K = 7, context 1,024, another run: milliseconds, and the acceptance length above which speculation
-pays off [in brackets] (`{name}.json`). While a step reads weights, nodes are nearly free; beyond some
-200 rows they cost what they compute.
+pays off [in brackets] (`{name}.json`). While a step reads weights, nodes are nearly free; beyond
+some 200 rows they cost what they compute.
 
 {shape_table(name)}"""
 
