@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from peagle.data.packing import PackedRow, lay_out
 from peagle.files import write_json
+from peagle.kernels.cpu.linear import unpacked
 from peagle.models.eagle import EagleNetwork, SharedTables, shared_tables
 from peagle.models.head_config import HeadConfig
 from peagle.models.target import TargetModel
@@ -182,7 +183,7 @@ def plain_step(trainer: Trainer, planned: PlannedRow) -> None:
     network = trainer.model.network
     with trainer.autocast():
         hidden = segment_hidden(network, segment, features)
-        draft = F.linear(network.norm(hidden), network.output_weight())
+        draft = F.linear(network.norm(hidden), unpacked(network.output_weight()))
     slots = torch.zeros(len(segment.positions), dtype=torch.long, device=trainer.device)
     slots[segment.rows] = segment.slots
     with torch.no_grad():

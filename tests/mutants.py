@@ -47,6 +47,7 @@ OPTIMIZER = ("train/test_optimizer.py",)
 LAYOUT = ("checkpoints/test_vllm_layout.py",)
 BLOCKS = ("engine/test_blocks.py",)
 CPU_KERNELS = ("kernels/cpu/test_ops.py",)
+CPU_LINEAR = ("kernels/cpu/test_linear.py",)
 REFERENCE = ("kernels/reference/test_linear.py",)
 TREES = ("engine/test_trees.py",)
 GRAMMAR = ("engine/test_structured_outputs.py",)
@@ -293,6 +294,9 @@ MUTANTS = (
     Mutant("kernels/reference/linear.py", ".add(norm.eps)", "", REFERENCE),
     Mutant("kernels/reference/linear.py", "weight.shape, None, eps)", "weight.shape)", REFERENCE),
     Mutant("kernels/cpu/ops.c", "highest == -INFINITY ? 0.0f : highest", "highest", CPU_KERNELS),
+    Mutant("kernels/cpu/linear.c", "if (!first) sums[r][v] += *place;", "", CPU_LINEAR),
+    Mutant("kernels/cpu/linear.c", "if (width < WIDTH && !first)", "if (0)", CPU_LINEAR),
+    Mutant("kernels/cpu/linear.c", "if (ids[row] < 0 ||", "if (", CPU_LINEAR),
     Mutant(
         "kernels/cpu/ops.c",
         "load(out + d + i * LANES) * all(kept)",

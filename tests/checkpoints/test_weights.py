@@ -13,13 +13,11 @@ from transformers import LlamaConfig, Qwen3Config
 from peagle.checkpoints.weights import load_weights, parts_of, split_weights
 from peagle.errors import HeadError, ModelError
 from peagle.models.config import DecoderConfig
-from peagle.models.layers import lay_out_for_cpu
 from peagle.models.meta import on_meta
 from peagle.models.target import TargetModel
 from tests.tiny.models import UNEVEN, reference
 
 CPU = torch.device("cpu")
-TIED = LlamaConfig(**UNEVEN.target | {"tie_word_embeddings": True})
 BIASED = Qwen3Config(**UNEVEN.target | {"head_dim": 12, "attention_bias": True})
 
 
@@ -56,25 +54,6 @@ def test_splitting_gives_back_what_was_loaded(config: Any) -> None:
         assert tensor.is_contiguous()
         assert not tensor.requires_grad
     assert not any(p.is_meta for p in module.parameters())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("config", [LlamaConfig(**UNEVEN.target), TIED, BIASED])
-def test_weights_are_loaded_in_the_layout_of_the_meta_module(
-    config: Any, dtype: torch.dtype
-) -> None:
-    tensors, column_major, row_major = stored(config), empty(config), empty(config)
-    tensors = {n: t for n, t in tensors.items() if n in parts_of(row_major)}
-    lay_out_for_cpu(column_major)
-    load(column_major, tensors.items(), dtype=dtype)
-    load(row_major, tensors.items(), dtype=dtype)
-    lay_out_for_cpu(row_major)
-    for (name, ours), wanted in zip(
-        column_major.named_parameters(), row_major.parameters(), strict=True
-    ):
-        assert torch.equal(ours, wanted), name
-        assert ours.stride() == wanted.stride(), name
-    assert column_major.layers[0].mlp.gate_up_proj.weight.stride() == (1, 80)  # type: ignore[union-attr]
 
 
 def test_a_module_made_on_meta_draws_no_numbers() -> None:

@@ -13,7 +13,6 @@ from peagle.engine.llm import LLM
 from peagle.engine.loading import load_engine_target
 from peagle.errors import ConfigError
 from peagle.models.fp8 import Fp8Linear, quantize_linears
-from peagle.models.layers import lay_out_for_cpu
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 from tests.tiny import drafters, engines, naive
@@ -28,7 +27,6 @@ SEEDED = SamplingParams(seed=5, max_tokens=16, ignore_eos=True)
 @cache
 def target(dtype: torch.dtype) -> TargetModel:
     model = SHALLOW.make_target(dtype)
-    lay_out_for_cpu(model)
     quantize_linears(model)
     return model
 

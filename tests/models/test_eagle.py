@@ -9,10 +9,12 @@ import torch
 from transformers import LlamaConfig
 
 from peagle.errors import HeadError, ModelError
+from peagle.kernels.cpu.linear import linear_kernel, unpacked
 from peagle.models.attention import causal_attention
+from peagle.models.binding import pack_weights
 from peagle.models.config import DecoderConfig
 from peagle.models.eagle import EagleNetwork, initialise, shared_tables
-from peagle.models.layers import RMSNorm, lay_out_for_cpu
+from peagle.models.layers import RMSNorm, matrix_of
 from peagle.models.target import default_aux_hidden_state_layers
 from tests.tiny.models import UNEVEN, randomise
 from tests.tolerance import near
@@ -110,7 +112,7 @@ def test_rms_norm_is_that_of_transformers(dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def test_layout_for_the_cpu_changes_no_result_and_no_name() -> None:
+def test_packing_changes_no_result_and_no_number() -> None:
     target = UNEVEN.make_target(torch.float32, tie_word_embeddings=True)
     network = UNEVEN.make_head(target)
     tokens, positions = UNEVEN.tokens(9), torch.arange(9)
@@ -122,17 +124,14 @@ def test_layout_for_the_cpu_changes_no_result_and_no_name() -> None:
         drafted = network(network.embed(tokens), features, positions, attention)
         return [target.logits(hidden), aux_hidden_states, network.logits(drafted)]
 
-    def shapes() -> dict[str, Any]:
-        return {n: p.shape for m in (target, network) for n, p in m.named_parameters()}
-
-    before, names = run(), shapes()
-    values = {n: p.clone() for n, p in target.named_parameters()}
-    lay_out_for_cpu(target)
-    lay_out_for_cpu(network)
-    assert shapes() == names
-    assert all(torch.equal(p, values[n]) for n, p in target.named_parameters())
-    assert target.lm_head.weight is target.embed_tokens.weight
-    assert network.fc.weight.stride() == (1, 32)
+    before = run()
+    weight, table = target.layers[1].mlp.down_proj.weight, target.embed_tokens.weight
+    pack_weights(target)
+    pack_weights(network)
+    assert (network.fc.packed is not None) == (linear_kernel() is not None)
+    assert torch.equal(unpacked(matrix_of(target.layers[1].mlp.down_proj)), weight)
+    assert torch.equal(unpacked(matrix_of(target.lm_head)), table)
+    assert target.embed_tokens.weight is table
     for a, b in zip(before, run(), strict=True):
         torch.testing.assert_close(a, b, **near(a, terms=40, depth=4 + 2))
 

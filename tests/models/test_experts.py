@@ -9,6 +9,7 @@ from torch import Tensor
 from peagle.kernels.cpu.library import cpu_library
 from peagle.kernels.reference.experts import MXFP4, LowBitForm
 from peagle.models import experts as module
+from peagle.models.binding import pack_weights
 from peagle.models.config import DecoderConfig
 from peagle.models.experts import Experts, MixtureOfExperts, Routing
 from peagle.models.target import TargetModel
@@ -59,7 +60,7 @@ def test_all_forms_agree(name: str, num_rows: int, monkeypatch: pytest.MonkeyPat
 def test_a_row_has_the_same_bits_beside_others() -> None:
     """Where all of it is our kernels': torch's sigmoid has other bits at the end of a tensor."""
     block, x = mixture("qwen3-moe"), torch.randn(9, 32)
-    module.lay_out_experts_for_cpu(block)
+    pack_weights(block)
     routing = block.router(x)
     together = block.experts(x, routing)
     for n in range(len(x)):

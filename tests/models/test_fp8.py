@@ -15,7 +15,7 @@ from peagle.kernels.reference.fp8 import FP8, LARGEST, quantize_rows
 from peagle.models import fp8
 from peagle.models.attention import causal_attention
 from peagle.models.fp8 import Fp8Linear, check_gpu, quantize_linears
-from peagle.models.layers import Linear, lay_out_for_cpu
+from peagle.models.layers import Linear
 from peagle.models.target import TargetModel
 from tests.tiny.models import UNEVEN
 from tests.tolerance import near
@@ -120,14 +120,6 @@ def test_a_module_that_was_bound_before_is_not_used_any_more() -> None:
     quantize_linears(model)
     assert dict(old.named_parameters()) == {}
     assert weight.data_ptr() not in {p.data_ptr() for p in model.parameters()}
-
-
-def test_weights_stay_in_the_order_that_the_cpu_reads() -> None:
-    model = target()
-    lay_out_for_cpu(model)
-    quantize_linears(model)
-    weight = model.layers[0].get_submodule("mlp.down_proj").get_parameter("weight")
-    assert weight.stride() == (1, weight.shape[0])
 
 
 def test_no_second_copy_of_the_model_is_held(monkeypatch: pytest.MonkeyPatch) -> None:

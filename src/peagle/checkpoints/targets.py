@@ -16,9 +16,10 @@ from peagle.checkpoints.references import first_line, load_config
 from peagle.checkpoints.stored_tensors import our_name, stored_tensors, stores_experts_as
 from peagle.checkpoints.weights import load_weights
 from peagle.errors import ModelError, PeagleError
+from peagle.kernels.cpu.linear import unpacked
 from peagle.models.config import SUPPORTED_MODEL_TYPES, DecoderConfig
-from peagle.models.experts import has_low_bit_kernel, lay_out_experts_for_cpu
-from peagle.models.layers import lay_out_for_cpu
+from peagle.models.experts import has_low_bit_kernel
+from peagle.models.layers import matrix_of
 from peagle.models.meta import on_meta
 from peagle.models.target import TargetModel
 
@@ -36,9 +37,6 @@ def load_target(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Ta
         form = None
     with on_meta():
         target = TargetModel(config.with_experts_as(form))
-    if device.type == "cpu":
-        lay_out_for_cpu(target)
-        lay_out_experts_for_cpu(target)
     _move_rotaries(target, device)
     load_weights(
         target,
@@ -127,7 +125,7 @@ class TargetTables(NamedTuple):
 
 
 def tables_of(target: TargetModel) -> TargetTables:
-    return TargetTables(target.embed_tokens.weight, target.lm_head.weight)
+    return TargetTables(target.embed_tokens.weight, unpacked(matrix_of(target.lm_head)))
 
 
 def read_tables(folder: Path, shape: tuple[int, int]) -> TargetTables:

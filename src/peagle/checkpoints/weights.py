@@ -84,20 +84,18 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Fills a module made on the meta device, in the layout that its parameters have there.
-    `source` names the folder in errors. Low-bit matrices keep their own types."""
+    """Fills a module made on the meta device. `source` names the folder in errors. Low-bit matrices
+    keep their own types."""
     parts = parts_of(module)
     pieces: dict[str, set[str]] = {}  # parameter -> the stored names that it is made of
     for name, part in parts.items():
         pieces.setdefault(part.parameter, set()).add(name)
     low_bit = _low_bit_names(module)
     parameters = {
-        name: torch.empty_strided(
-            p.shape, p.stride(), dtype=p.dtype if name in low_bit else dtype, device=device
-        )
+        name: torch.empty(p.shape, dtype=p.dtype if name in low_bit else dtype, device=device)
         for name, p in module.named_parameters()
     }
-    missing, copies = set(parts), deque[Future[None]]()
+    missing, copies = set(parts), deque[Future[Tensor]]()
     with ThreadPoolExecutor(min(torch.get_num_threads(), MAX_THREADS)) as pool:
         for name, tensor in tensors:
             if name in parts:
@@ -110,7 +108,7 @@ def load_weights(
             if not filled <= missing:
                 raise error(f"{source} has {name} twice")
             _check(tensor, place, f"{source}: {name}", error)
-            copies.append(pool.submit(_fill, place, tensor))
+            copies.append(pool.submit(place.copy_, tensor))
             if len(copies) > MAX_WAITING:
                 copies.popleft().result()
             missing -= filled
@@ -137,19 +135,6 @@ def _check(tensor: Tensor, place: Tensor, what: str, error: type[PeagleError]) -
     is_low_bit = place.dtype.itemsize == 1  # bits, not numbers that could be cast
     if tensor.dtype != place.dtype if is_low_bit else not tensor.is_floating_point():
         raise error(f"{what} is {tensor.dtype}", hint="quantised weights do not load")
-
-
-def _fill(place: Tensor, tensor: Tensor) -> None:
-    """Copies; torch is quick to transpose from one whole matrix to another of its type alone."""
-    if place.dim() < 2 or place.stride(-1) == 1:
-        place.copy_(tensor)
-        return
-    if place.dim() == 3:
-        for own, stored in zip(place, tensor, strict=True):
-            _fill(own, stored)
-        return
-    columns, place = tensor.to(place.dtype).t(), place.t()
-    place.copy_(columns if place.is_contiguous() else columns.contiguous())
 
 
 def split_weights(module: nn.Module) -> dict[str, Tensor]:

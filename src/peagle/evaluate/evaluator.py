@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.data.dataset import Dataset
 from peagle.data.packing import PackedRow, assign, pack
 from peagle.evaluate.replay import Limits, replay, run_lengths, steps
+from peagle.kernels.cpu.linear import Weight
 from peagle.models.eagle import EagleNetwork
+from peagle.models.layers import linear
 from peagle.progress import track
 from peagle.speculation.looping import is_looping
 from peagle.speculation.statistics import SpecDecodeStats
@@ -92,7 +93,7 @@ class Drafted(NamedTuple):
     """What the drafter computed at C elements, and what the target wrote there."""
 
     normed: Tensor  # [C, H]: the drafter's states after its final norm
-    table: Tensor  # [Vd, H]
+    table: Weight  # [Vd, H]
     target_ids: Tensor  # [Vd]
     states: Tensor  # [n, H]: the target's
     slots: Tensor  # [C]: the state that each token was chosen from
@@ -260,14 +261,14 @@ def greedy_acceptance(drafted: Drafted) -> Tensor:
 
     A correction chooses among the candidates that the engine shows it.
     """
-    logits = F.linear(drafted.normed, drafted.table)
+    logits = linear(drafted.normed, drafted.table)
     return _best_is_right(drafted, logits)[None]
 
 
 def ranked_acceptance(drafted: Drafted) -> Tensor:
     """[2, C]: the same, and 1 over the place that the target's token has among the MOST_RECALLED
     best of the pass, which no correction has changed; 0 if it is not among them."""
-    logits = F.linear(drafted.normed, drafted.table)
+    logits = linear(drafted.normed, drafted.table)
     best = logits.topk(min(MOST_RECALLED, logits.shape[1])).indices  # [C, M]
     is_label = drafted.target_ids[best] == drafted.labels[:, None]
     places = torch.arange(1, best.shape[1] + 1, device=best.device)
@@ -279,7 +280,7 @@ def _best_is_right(drafted: Drafted, logits: Tensor) -> Tensor:
         best = logits.argmax(-1)
     else:
         candidates = logits.topk(BEAM).indices
-        scores = F.linear(drafted.corrected, drafted.table).gather(1, candidates)
+        scores = linear(drafted.corrected, drafted.table).gather(1, candidates)
         best = candidates.gather(1, scores.argmax(1, keepdim=True))[:, 0]
     return drafted.target_ids[best] == drafted.labels
 

@@ -23,6 +23,7 @@ from peagle.evaluate.recall import GreedyEvaluation, evaluate_greedy
 from peagle.evaluate.sampled import SampledAcceptance, evaluate_sampled
 from peagle.evaluate.trees import TreeEvaluation, evaluate_trees
 from peagle.models.eagle import EagleNetwork
+from peagle.models.layers import matrix_of
 from peagle.models.target import TargetModel
 from peagle.prepare.answers import EmbeddedAnswers
 from peagle.prepare.dataset_spec import DatasetSpec
@@ -123,7 +124,7 @@ def evaluate_pair(
                 "trees are evaluated on greedy answers", hint="drop --spec-nodes or --temperature"
             )
         adjusted = pair.target.adjusted if pair.target.changes_logits else None
-        rule = SampledAcceptance(pair.target.lm_head.weight, params, adjusted)
+        rule = SampledAcceptance(matrix_of(pair.target.lm_head), params, adjusted)
         return PairEvaluation(evaluate_sampled(evaluator, model, rule), None, None)
     chains = evaluate_greedy(evaluator, model)
     trees = None if num_nodes is None else evaluate_trees(evaluator, model, num_nodes)

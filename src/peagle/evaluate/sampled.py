@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.evaluate.evaluator import Document, Drafted, Evaluation, Evaluator, summed
 from peagle.evaluate.replay import ExpectedStats, expected_replay
-from peagle.models.layers import at_least_float32
+from peagle.kernels.cpu.linear import Weight
+from peagle.models.layers import at_least_float32, linear
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.acceptance import coupled_given_text, rejection_given_text
 from peagle.speculation.sampling import SamplingRows, filter_logits, probabilities
@@ -29,18 +29,18 @@ WAYS = ("coupled", "rejection")  # as SpeculativeConfig.verification names them
 class SampledAcceptance:
     """Both verifications, from the target's distribution and the drafter's at each element."""
 
-    target_table: Tensor  # [V, H]
+    target_table: Weight  # [V, H]
     params: SamplingParams
     adjusted: Callable[[Tensor], Tensor] | None = None  # logits, as the target changes them
 
     def __call__(self, drafted: Drafted) -> Tensor:
         """[2, C], in the order of WAYS."""
-        states = drafted.states[drafted.slots].to(self.target_table.dtype)
-        logits = at_least_float32(F.linear(states, self.target_table))
+        states = drafted.states[drafted.slots].to(drafted.normed.dtype)
+        logits = at_least_float32(linear(states, self.target_table))
         p = self._probs(logits if self.adjusted is None else self.adjusted(logits))
         q = torch.zeros_like(p)
         q[:, drafted.target_ids] = self._probs(
-            at_least_float32(F.linear(drafted.normed, drafted.table))
+            at_least_float32(linear(drafted.normed, drafted.table))
         )
         labels = drafted.labels
         return torch.stack((coupled_given_text(p, q, labels), rejection_given_text(p, q, labels)))

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.data.packing import PackedRow
 from peagle.evaluate.contexts import ContextAcceptance, by_context
 from peagle.evaluate.evaluator import Document, Evaluation, Evaluator, summed
 from peagle.evaluate.replay import visited_steps
+from peagle.kernels.cpu.linear import Weight
 from peagle.kernels.reference.trees import Candidates
 from peagle.models.eagle import EagleNetwork
-from peagle.models.layers import at_least_float32
+from peagle.models.layers import at_least_float32, linear
 from peagle.speculation.statistics import SpecDecodeStats
 from peagle.speculation.trees import (
     BEAM,
@@ -166,12 +166,12 @@ def _draft_states(
 
 
 def _candidates(
-    network: EagleNetwork, states: Tensor, table: Tensor, chunk_rows: int
+    network: EagleNetwork, states: Tensor, table: Weight, chunk_rows: int
 ) -> Candidates:
     """Of states [C, H], in chunks: all logits at once would be the largest tensor."""
     ids, parts = network.target_ids, []
     for part in torch.split(states, chunk_rows):
-        log_probs = at_least_float32(F.linear(part, table)).log_softmax(-1)
+        log_probs = at_least_float32(linear(part, table)).log_softmax(-1)
         parts.append(log_probs.topk(BEAM))
     best, columns = (torch.cat(x) for x in zip(*parts, strict=True))
     return Candidates(ids[columns], best.float())

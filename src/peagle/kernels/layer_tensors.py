@@ -6,11 +6,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from peagle.kernels.cpu.linear import PackedWeight
+
 
 class Projection(NamedTuple):
-    weight: Tensor  # [O, I]
+    weight: Tensor  # [O, I]; the panels of a packed one
     bias: Tensor | None  # [O]
     scales: Tensor | None = None  # [O, 1] where the weight is in FP8
+    packed: PackedWeight | None = None
 
 
 class LayerTensors(NamedTuple):

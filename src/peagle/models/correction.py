@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from peagle.kernels.cpu.linear import Weight, rows_of, unpacked
 from peagle.kernels.policy import gpu_takes
 from peagle.kernels.reference.trees import Candidates
 from peagle.models.layers import Linear, at_least_float32, silu_mul
@@ -44,7 +45,7 @@ class Correction(nn.Module):
         candidates: Candidates,  # [B, K, M]
         temperature: Tensor | None,  # [B], 0 where greedy; None: all are
         embeddings: Tensor,  # [V, H]
-        output: tuple[Tensor, Tensor],  # a table, and the candidates' rows of it [B, K, M]
+        output: tuple[Weight, Tensor],  # a table, and the candidates' rows of it [B, K, M]
     ) -> Tensor:
         """The candidates' log-probabilities behind each candidate of the depth before.
 
@@ -57,7 +58,7 @@ class Correction(nn.Module):
             return self._on_gpu(states, candidates, temperature, embeddings, output)
         changes = self._changes(states, F.embedding(before.flatten(), embeddings))
         changes = changes.view(*before.shape, -1)  # [B, K-1, M, H]
-        shifts = at_least_float32(changes @ F.embedding(rows[:, 1:], table).transpose(-1, -2))
+        shifts = at_least_float32(changes @ rows_of(table, rows[:, 1:]).transpose(-1, -2))
         if temperature is not None:
             shifts = shifts / torch.where(temperature > 0, temperature, 1.0)[:, None, None, None]
         own = candidates.log_probs[:, 1:, None, :]
@@ -77,14 +78,15 @@ class Correction(nn.Module):
         candidates: Candidates,
         temperature: Tensor | None,
         embeddings: Tensor,
-        output: tuple[Tensor, Tensor],
+        output: tuple[Weight, Tensor],
     ) -> Tensor:
         from peagle.kernels.gpu.correction import gate_rows, lattice_log_probs, normed_rows
 
         before = candidates.token_ids[:, :-1].flatten()
         of_tokens = self.from_token(normed_rows(embeddings, before, self.eps))
         changes = self.down_proj(gate_rows(self.from_state(states), of_tokens))
-        return lattice_log_probs(changes, *output, candidates, temperature)
+        table, rows = output
+        return lattice_log_probs(changes, unpacked(table), rows, candidates, temperature)
 
     def _of_tokens(self, embeddings: Tensor) -> Tensor:
         """[C, H] -> [C, 2W]"""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.errors import HeadError
+from peagle.kernels.cpu.linear import PackedWeight, Weight, packed, rows_of
 from peagle.kernels.policy import FAST, Policy, gpu_takes
 from peagle.models.attention import Attention
 from peagle.models.config import DecoderConfig
@@ -28,6 +29,7 @@ from peagle.models.layers import (
     RotaryEmbedding,
     Rotation,
     SelfAttention,
+    matrix_of,
     output_logits,
 )
 from peagle.models.target import TargetModel
@@ -121,7 +123,7 @@ class EagleNetwork(nn.Module):
             else Correction(size, config.correction_size, config.rms_norm_eps)
         )
         self._fused = FusedLayers(list(self.layers), self.rotary)  # type: ignore[arg-type]
-        self._output_rows: Tensor | None = None
+        self._output_rows: Weight | None = None
         self._draft_ids: Tensor | None = None
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size), persistent=False)
 
@@ -175,29 +177,29 @@ class EagleNetwork(nn.Module):
         """Hidden states before the final norm [N, H] -> draft logits [N, Vd]."""
         return output_logits(*self.output_product(hidden), self.policy)
 
-    def output_product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def output_product(self, hidden: Tensor) -> tuple[Tensor, Weight]:
         """models.output.OutputLayer."""
         return self.norm(hidden), self.output_weight()
 
-    def output_weight(self) -> Tensor:
+    def output_weight(self) -> Weight:
         """[Vd, H]: the head's own output table, or its share of the target's."""
         if self.lm_head is not None:
-            return self.lm_head.weight
-        table = self.shared.lm_head.weight
+            return matrix_of(self.lm_head)
+        table = matrix_of(self.shared.lm_head)
         if not self.config.reduced_vocabulary:
             return table
         if self._output_rows is None:  # the target's table never changes: gathered once
             with torch.inference_mode(False), torch.no_grad():
-                rows = table[self.target_ids]
-                self._output_rows = rows.t().contiguous().t() if rows.is_cpu else rows
+                rows = rows_of(table, self.target_ids)
+                self._output_rows = packed(rows) if isinstance(table, PackedWeight) else rows
         return self._output_rows
 
-    def output_rows(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def output_rows(self, token_ids: Tensor) -> tuple[Weight, Tensor]:
         """An output table, and its rows for tokens that the head drafts, in the target's ids."""
         if self.lm_head is None:
-            return self.shared.lm_head.weight, token_ids
+            return matrix_of(self.shared.lm_head), token_ids
         rows = self.draft_ids()[token_ids] if self.config.reduced_vocabulary else token_ids
-        return self.lm_head.weight, rows
+        return matrix_of(self.lm_head), rows
 
     def draft_ids(self) -> Tensor:
         """[V]: the draft id of each of the target's ids, -1 where there is none."""
@@ -233,7 +235,7 @@ def initialise(
         if network.embed_tokens is not None:
             network.embed_tokens.weight.copy_(target.embed_tokens.weight)
         if network.lm_head is not None:
-            network.lm_head.weight.copy_(target.lm_head.weight[network.target_ids])
+            network.lm_head.weight.copy_(rows_of(matrix_of(target.lm_head), network.target_ids))
         if network.norm.weight.shape == target.norm.weight.shape:
             network.norm.weight.copy_(target.norm.scale)
         if network.config.method == "p-eagle":

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from peagle.kernels.cpu.linear import PackedWeight, Weight
 from peagle.kernels.policy import gpu_takes
 from peagle.kernels.reference import experts as reference
 from peagle.kernels.reference.experts import LowBitForm, LowBitWeights
@@ -101,8 +102,8 @@ def has_low_bit_kernel(form: LowBitForm, device: torch.device) -> bool:
 class Experts(nn.Module):
     """The experts' products in one tensor each: gates before ups, as in GatedMLP."""
 
-    gate_up_proj: nn.Parameter | LowBitMatrices
-    down_proj: nn.Parameter | LowBitMatrices
+    gate_up_proj: nn.Parameter | PackedWeight | LowBitMatrices
+    down_proj: nn.Parameter | PackedWeight | LowBitMatrices
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig) -> None:
         super().__init__()
@@ -171,25 +172,26 @@ class Groups(NamedTuple):
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor | LowBitMatrices, bias: Tensor | None, groups: Groups
+    x: Tensor, weight: Weight | LowBitMatrices, bias: Tensor | None, groups: Groups
 ) -> Tensor:
     """x [R, I], each row times its expert's weight of [E, O, I], plus its bias of [E, O]."""
     if isinstance(weight, LowBitMatrices):
         return weight.grouped_linear(x, bias, groups.ends)
-    if x.is_cpu:
+    if x.is_cpu or isinstance(weight, PackedWeight):
         return _by_expert(x, weight, bias, groups)
     return _by_grouped_mm(x, weight, bias, groups)
 
 
-def _by_expert(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
-    """One product for each expert that has rows. Few rows get the kernel of `linear`, which gives
-    a row the same bits whatever other rows the expert has."""
+def _by_expert(x: Tensor, weight: Weight, bias: Tensor | None, groups: Groups) -> Tensor:
+    """One product for each expert that has rows. The kernel of `linear` gives a row the same bits
+    whatever other rows the expert has."""
     out = x.new_empty(len(x), weight.shape[1])
     begin = 0
     for expert, end in enumerate(groups.ends.tolist()):
         if end > begin:
             own = None if bias is None else bias[expert]
-            out[begin:end] = linear(x[begin:end], weight[expert], own)
+            matrix = weight.expert(expert) if isinstance(weight, PackedWeight) else weight[expert]
+            out[begin:end] = linear(x[begin:end], matrix, own)
         begin = end
     return out
 
@@ -230,12 +232,3 @@ class MixtureBesideMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.post_norm(self.experts(self.pre_norm(x), self.router(x)))
         return out
-
-
-def lay_out_experts_for_cpu(module: nn.Module) -> None:
-    """`lay_out_for_cpu` for each expert's matrices."""
-    for experts in module.modules():
-        if isinstance(experts, Experts):
-            for parameter in (experts.gate_up_proj, experts.down_proj):
-                if isinstance(parameter, Tensor):
-                    parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)

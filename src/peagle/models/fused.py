@@ -14,7 +14,14 @@ from peagle.kernels.layer_tensors import LayerTensors, Projection
 from peagle.kernels.policy import FAST, Policy, gpu_takes
 from peagle.models.attention import Attention, CachedAttention, RowsAttention
 from peagle.models.fp8 import Fp8Linear
-from peagle.models.layers import DecoderLayer, GatedMLP, RMSNorm, RotaryEmbedding, SelfAttention
+from peagle.models.layers import (
+    DecoderLayer,
+    GatedMLP,
+    Linear,
+    RMSNorm,
+    RotaryEmbedding,
+    SelfAttention,
+)
 
 
 class Layer(Protocol):
@@ -113,7 +120,7 @@ class FusedLayers:
     def _current(self) -> _Bound:
         if self._is_final:
             return self._bound
-        found = [parameters[name] for parameters, name in self._owners]
+        found = [parameters.get(name) for parameters, name in self._owners]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in found]
         bound = self._bound
         if addresses != bound.addresses:
@@ -154,6 +161,8 @@ def _tensors(layer: Layer) -> LayerTensors:
     )
 
 
-def _projection(linear: nn.Linear | Fp8Linear) -> Projection:
-    scales = linear.scales if isinstance(linear, Fp8Linear) else None
-    return Projection(linear.weight, linear.bias, scales)
+def _projection(linear: Linear | Fp8Linear) -> Projection:
+    if isinstance(linear, Fp8Linear):
+        return Projection(linear.weight, linear.bias, linear.scales)
+    packed = linear.packed
+    return Projection(packed.panels if packed else linear.weight, linear.bias, packed=packed)

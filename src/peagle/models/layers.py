@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peagle.kernels.cpu.linear import linear_kernel_for
+from peagle.kernels.cpu.linear import PackedWeight, Weight, linear_kernel, unpacked
 from peagle.kernels.cpu.ops import kernels_for
 from peagle.kernels.policy import FAST, Policy, gpu_takes
 from peagle.kernels.reference.attention import PLAIN, Scores
@@ -24,16 +24,25 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype.itemsize >= 4 else x.float()
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, policy: Policy = FAST) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, policy: Policy = FAST) -> Tensor:
     """x [N, I] times weight [O, I], plus bias [O]."""
-    if kernel := linear_kernel_for(x, weight):
-        out = kernel(x, weight)
-        return out if bias is None else out.add_(bias)
+    if isinstance(weight, PackedWeight):
+        return _packed_linear(x, weight, bias)
     if _fused_takes(x, weight, policy):
         from peagle.kernels.gpu.linear import fused_linear
 
         return fused_linear(x, weight, bias, norm=None, residual=None, policy=policy)
     return F.linear(x, weight, bias)
+
+
+def _packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    kernel = linear_kernel()
+    tracked = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    if kernel is None or tracked or x.dtype is not torch.float32:
+        return F.linear(x, weight.unpacked(), bias)
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    out = kernel(rows, weight).view(*x.shape[:-1], weight.num_outputs)
+    return out if bias is None else out.add_(bias)
 
 
 def _fused_takes(x: Tensor, weight: Tensor, policy: Policy) -> bool:
@@ -44,8 +53,16 @@ def _fused_takes(x: Tensor, weight: Tensor, policy: Policy) -> bool:
 
 
 class Linear(nn.Linear):
+    packed: PackedWeight | None = None  # in the place of `weight`: see models.binding
+
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, matrix_of(self), self.bias)
+
+
+def matrix_of(linear: nn.Linear) -> Weight:
+    """What its rows are multiplied with [O, I]."""
+    packed = linear.packed if isinstance(linear, Linear) else None
+    return linear.weight if packed is None else packed
 
 
 class RMSNorm(nn.Module):
@@ -101,7 +118,7 @@ def norm_without_weight(x: Tensor, eps: float) -> Tensor:
     return F.rms_norm(at_least_float32(x), x.shape[-1:], None, eps).to(x.dtype)
 
 
-def output_logits(hidden: Tensor, weight: Tensor, policy: Policy = FAST) -> Tensor:
+def output_logits(hidden: Tensor, weight: Weight, policy: Policy = FAST) -> Tensor:
     """hidden [N, H], normed, times weight [V, H] -> [N, V].
 
     In float32 or better, the precision that sampling is defined in.
@@ -110,8 +127,8 @@ def output_logits(hidden: Tensor, weight: Tensor, policy: Policy = FAST) -> Tens
         if policy.batch_invariant:
             from peagle.kernels.gpu.linear import invariant_logits
 
-            return invariant_logits(hidden, weight)
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+            return invariant_logits(hidden, unpacked(weight))
+        return torch.mm(hidden, unpacked(weight).t(), out_dtype=torch.float32)
     return at_least_float32(linear(hidden, weight, policy=policy))
 
 
@@ -279,14 +296,3 @@ class PostNormLayer(nn.Module):
 
 def _maybe(norm: RMSNorm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
-
-
-def lay_out_for_cpu(module: nn.Module) -> None:
-    """Stores each weight matrix column-major, keeping its shape, values and names.
-
-    It is the order that linear.c needs, and the one that MKL streams fastest for few rows. On
-    meta it costs nothing: weights are then loaded in that order.
-    """
-    for linear in module.modules():
-        if isinstance(linear, nn.Linear):
-            linear.weight.data = linear.weight.data.t().contiguous().t()

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from peagle.kernels.cpu.linear import Weight
 from peagle.kernels.policy import Policy
 
 
@@ -23,7 +24,7 @@ class OutputLayer(Protocol):
         """[R, H] -> [R, V]"""
         ...
 
-    def output_product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def output_product(self, hidden: Tensor) -> tuple[Tensor, Weight]:
         """Rows [R, H], normed, and the table [V, H]: `logits` are made of their product."""
         ...
 
@@ -44,5 +45,5 @@ class OutputRows(NamedTuple):
             return False
         return self.layer.policy.greedy_without_logits(self.hidden)
 
-    def product(self) -> tuple[Tensor, Tensor]:
+    def product(self) -> tuple[Tensor, Weight]:
         return self.layer.output_product(self.hidden)

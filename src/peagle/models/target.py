@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from peagle.kernels.cpu.linear import Weight
 from peagle.kernels.policy import FAST, Policy
 from peagle.models.attention import Attention
 from peagle.models.config import DecoderConfig
@@ -21,6 +22,7 @@ from peagle.models.layers import (
     PostNormLayer,
     RotaryEmbedding,
     make_norm,
+    matrix_of,
     output_logits,
 )
 
@@ -134,9 +136,9 @@ class TargetModel(nn.Module):
         logits = logits * config.logit_scale
         return logits if config.logit_cap is None else softcapped(logits, config.logit_cap)
 
-    def output_product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def output_product(self, hidden: Tensor) -> tuple[Tensor, Weight]:
         """models.output.OutputLayer; `forward` has normed the rows."""
-        return hidden, self.lm_head.weight
+        return hidden, matrix_of(self.lm_head)
 
 
 def make_layer(config: DecoderConfig, layer: int) -> nn.Module:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from peagle.kernels.cpu.linear import Weight
 from peagle.kernels.reference.attention import PLAIN, Scores
 from peagle.models.attention import MaskedAttention
 from peagle.models.eagle import EagleNetwork
@@ -32,7 +33,7 @@ from peagle.teacher_forcing.partition import Segment
 class DraftOutput(NamedTuple):
     states: Tensor  # [C, H] of the loss rows, after the final norm
     corrected: Tensor | None  # [C, H] the same behind the tokens before; None: no correction
-    table: Tensor  # [Vd, H]
+    table: Weight  # [Vd, H]
 
     @property
     def trained(self) -> Tensor:

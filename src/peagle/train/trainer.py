@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from peagle.kernels.cpu.linear import unpacked
 from peagle.teacher_forcing.draft_model import DraftModel, autocast
 from peagle.teacher_forcing.features import Features, FeatureSource
 from peagle.teacher_forcing.partition import Segment
@@ -87,7 +88,7 @@ class Trainer:
         """Forward and backward of one segment; gradients add up over segments and rows."""
         with self.autocast():
             drafted = self.module(segment, features)
-        table = drafted.table
+        table = unpacked(drafted.table)
         if self.table_dtype is not None:
             table = table.to(self.table_dtype)
         tables = Tables(table, self.target_table)

@@ -15,12 +15,13 @@ from peagle.engine.blocks import BlockTable
 from peagle.engine.kv_cache import PagedKVCache
 from peagle.kernels.cpu import layers as kernel_module
 from peagle.kernels.cpu.layers import LayersKernel, kernel_takes, layers_function
-from peagle.kernels.cpu.linear import MAX_ROWS
+from peagle.kernels.cpu.linear import unpacked
 from peagle.models import fused
 from peagle.models.attention import causal_attention
+from peagle.models.binding import pack_weights
 from peagle.models.config import DecoderConfig
 from peagle.models.drafter import CacheLayout, Span
-from peagle.models.layers import lay_out_for_cpu
+from peagle.models.layers import matrix_of
 from peagle.models.target import TargetModel
 from tests.kernels.cpu.compiler import needs_kernels
 from tests.tiny.models import UNEVEN
@@ -76,12 +77,17 @@ def modules_only() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def small(name: str) -> TargetModel:
+def unbound(name: str) -> TargetModel:
     torch.manual_seed(0)
     model = TargetModel(DecoderConfig.from_transformers(CASES[name]))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.3)
-    lay_out_for_cpu(model.requires_grad_(False).eval())
+    return model.requires_grad_(False).eval()
+
+
+def small(name: str) -> TargetModel:
+    model = unbound(name)
+    pack_weights(model)
     return model
 
 
@@ -126,7 +132,7 @@ def test_the_kernel_agrees_with_float64(name: str, calls: list[int]) -> None:
     ours = all_rows(model, [8, 1, 5, 7])
     assert calls == [8, 1, 5, 7]
     positions = torch.arange(LENGTH)
-    exact_model = copy.deepcopy(model).double()
+    exact_model = unbound(name).double()
     exact = exact_model(
         tokens(0), positions, causal_attention(positions), AUX_LAYERS
     ).aux_hidden_states
@@ -173,7 +179,7 @@ def test_a_drafters_layers_agree_with_their_modules(
 ) -> None:
     target = UNEVEN.make_target(torch.float32)
     network = UNEVEN.make_head(target, num_hidden_layers=3, head_dim=8, **changes)
-    lay_out_for_cpu(network)
+    pack_weights(network)
     config = network.config
     embeddings, features = torch.randn(2, LENGTH, config.hidden_size)
     layout = CacheLayout(3, config.num_key_value_heads, config.head_dim)
@@ -193,37 +199,24 @@ def test_a_drafters_layers_agree_with_their_modules(
     assert calls == [LENGTH]
 
 
-def test_weights_that_are_replaced_are_seen(modules_only: pytest.MonkeyPatch) -> None:
-    model = small("llama")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "kernel_takes", kernel_takes)
-        before = all_rows(model, [LENGTH])
-        attention = model.layers[1].self_attn
-        attention.o_proj.weight = torch.nn.Parameter(
-            (attention.o_proj.weight * 2).t().contiguous().t(), requires_grad=False
-        )
-        after = all_rows(model, [LENGTH])
-    assert not torch.equal(before, after)
-    assert torch.equal(after, all_rows(model, [LENGTH]))
-
-
 @pytest.mark.parametrize(
     "x",
-    [torch.ones(MAX_ROWS + 1, 8), torch.ones(2, 8).double(), torch.ones(8)],
-    ids=["many rows", "float64", "vector"],
+    [torch.ones(2, 8).double(), torch.ones(8), torch.ones(1, 2, 8)],
+    ids=["float64", "vector", "batch"],
 )
 def test_what_does_not_fit_is_left_to_the_modules(x: Tensor) -> None:
     assert not kernel_takes(x)
 
 
-def test_row_major_weights_are_left_to_the_modules() -> None:
+def test_weights_in_the_usual_order_are_left_to_the_modules(calls: list[int]) -> None:
     model = small("llama")
     expected = all_rows(model, [LENGTH])
-    for parameter in model.parameters():
-        parameter.data = parameter.data.contiguous()
-    torch.testing.assert_close(
-        all_rows(model, [LENGTH]), expected, **near(expected, terms=50, depth=3)
-    )
+    projection = model.layers[1].self_attn.o_proj
+    projection.weight = torch.nn.Parameter(unpacked(matrix_of(projection)), requires_grad=False)
+    projection.packed = None
+    ours = all_rows(copy.deepcopy(model), [LENGTH])
+    torch.testing.assert_close(ours, expected, **near(expected, terms=50, depth=3))
+    assert calls == [LENGTH]
 
 
 def test_without_torchs_threads_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,11 +129,11 @@ from tests.tiny.models import CONTEXT, SHALLOW
 from peagle.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.kernels.cpu.ops import cpu_kernels
-from peagle.models.layers import lay_out_for_cpu
+from peagle.models.binding import pack_weights
 from peagle.sampling_params import SamplingParams
 
 target = SHALLOW.make_target(torch.float32)
-lay_out_for_cpu(target)
+pack_weights(target)
 engine = Engine(target, EngineConfig(max_model_len=CONTEXT))
 params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 requests = [engine.add_request(str(n), [n + 1, 5, 9], params) for n in range(3)]

@@ -35,7 +35,6 @@ from peagle.checkpoints.weights import load_weights, split_weights
 from peagle.errors import HeadError
 from peagle.files import atomic_folder
 from peagle.models.eagle import EagleNetwork, shared_tables
-from peagle.models.layers import lay_out_for_cpu
 from peagle.models.meta import on_meta
 from peagle.models.target import TargetModel
 
@@ -49,8 +48,6 @@ def load_head(
     config.check_fits(target.config)
     with on_meta():
         network = EagleNetwork(config, shared_tables(target))
-    if device.type == "cpu":
-        lay_out_for_cpu(network)
     network.rotary.to(device)
     with as_head_errors():
         tensors = read_head_tensors(folder, config, tables_of(target))

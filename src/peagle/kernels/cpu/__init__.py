@@ -2,6 +2,6 @@
 
 library   compiles the C sources once, and finds the threads that torch runs on
 ops       norms, rotation, gates, and attention over the paged cache (ops.c)
-linear    the product of few rows with a column-major weight (linear.c)
+linear    packed weights, and the product with them (linear.c)
 layers    a stack of decoder layers in one call (layers.c)
 """

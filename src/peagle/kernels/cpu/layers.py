@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.cpu.library import Threads, cpu_library, run_on_threads
-from peagle.kernels.cpu.linear import MAX_ROWS, column_major
 from peagle.kernels.cpu.ops import PagedStep
-from peagle.kernels.layer_tensors import LayerTensors
+from peagle.kernels.layer_tensors import LayerTensors, Projection
 
 
 class CacheLayers:
@@ -61,7 +60,7 @@ class _State(ctypes.Structure):
 
 def kernel_takes(x: Tensor) -> bool:
     """Whether the rows x [N, H] may go through the kernel."""
-    fits = x.is_cpu and x.dtype is torch.float32 and x.dim() == 2 and x.shape[0] <= MAX_ROWS
+    fits = x.is_cpu and x.dtype is torch.float32 and x.dim() == 2
     return fits and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
@@ -69,10 +68,9 @@ def fits_kernel(layer: LayerTensors) -> bool:
     """Whether all of the layer lies as the kernel reads it."""
     projections = (layer.qkv, layer.o, layer.gate_up, layer.down)
     vectors = (*layer[:4], *(p.bias for p in projections))
-    tensors = [t for t in (*vectors, *(p.weight for p in projections)) if t is not None]
-    in_place = all(t.is_cpu and t.dtype is torch.float32 for t in tensors)
-    whole = all(v.is_contiguous() for v in vectors if v is not None)
-    return in_place and whole and all(column_major(p.weight) for p in projections)
+    there = [vector for vector in vectors if vector is not None]
+    in_place = all(v.is_cpu and v.dtype is torch.float32 and v.is_contiguous() for v in there)
+    return in_place and all(p.packed for p in projections)
 
 
 @functools.cache
@@ -96,9 +94,9 @@ class LayersKernel:
         self._function = function
         self._layers = (_Layer * len(layers))(*(_pointers(layer) for layer in layers))
         self._held = layers
-        self._inputs = layers[0].qkv.weight.shape[1]
-        self._hidden = layers[0].down.weight.shape[0]
-        self._inner = max(layer.down.weight.shape[1] for layer in layers)
+        self._inputs = _shape(layers[0].qkv)[1]
+        self._hidden = _shape(layers[0].down)[0]
+        self._inner = max(_shape(layer.down)[1] for layer in layers)
 
     def __call__(
         self,
@@ -154,17 +152,22 @@ class LayersKernel:
         else:
             assert inputs.shape == (rows, self._inputs)
         queries, kv = step.heads * step.dim, step.kv_heads * step.dim
-        assert self._held[0].qkv.weight.shape[0] == queries + 2 * kv
-        assert self._held[0].o.weight.shape == (self._hidden, queries)
+        assert _shape(self._held[0].qkv)[0] == queries + 2 * kv
+        assert _shape(self._held[0].o) == (self._hidden, queries)
 
 
 def _pointers(layer: LayerTensors) -> _Layer:
     vectors = (_address(tensor) for tensor in layer[:4])
     projections = (layer.qkv, layer.o, layer.gate_up, layer.down)
     matrices = (_address(part) for p in projections for part in (p.weight, p.bias))
-    inner = layer.down.weight.shape[1]
+    inner = _shape(layer.down)[1]
     return _Layer(*vectors, *matrices, inner, layer.window or 0, layer.eps)
 
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _shape(projection: Projection) -> torch.Size:
+    assert projection.packed is not None
+    return projection.packed.shape

@@ -1,17 +1,18 @@
-/* out [N, O] = x [N, I] times weight [I, O], float32, for few rows: the products of decoding.
+/* out [N, O] = x [N, I] times weight [O, I], float32: the products of decoding and of prompts.
  *
- * One row must read the whole weight from memory; a few more rows should cost little on top. So
- * the weight is read once, in a strip of DEPTH inputs by a tile of outputs, and every row is
- * served while the strip is in cache. Strips run along the outputs, in which the weight lies
- * contiguous, so that the hardware prefetches DEPTH streams.
+ * One row must read the whole weight from memory; a few more rows should cost little on top. So the
+ * weight is stored in panels of WIDTH outputs, each [I, WIDTH]: in the order in which it is read,
+ * so that a thread has a single stream to prefetch and the sums of a panel stay in registers. Every
+ * row is served while a strip of DEPTH inputs of the panel is in the first-level cache.
  *
  * Each output is the sum over strips of the sum over a strip's inputs, in rising order: it does
- * not depend on the rows around it, on the number of threads, or on the tile it fell into.
+ * not depend on the rows around it or on the number of threads.
  */
 
 #include "kernels.h"
 
 #include <stdatomic.h>
+#include <string.h>
 #if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
@@ -19,9 +20,10 @@
 #ifdef __AVX512F__
 enum { LANES = 16, ROWS = 8 }; /* 32 registers: 8 rows by 3 vectors of sums */
 #else
-enum { LANES = 8, ROWS = 4 }; /* 16 registers: 4 rows by 2 vectors of sums */
+enum { LANES = 8, ROWS = 4 }; /* 16 registers: 4 rows by 3 vectors of sums */
 #endif
-enum { DEPTH = 16, AHEAD = 8 /* inputs */, MOST_VECTORS = 8, LARGEST_TILE = 4096 };
+enum { VECTORS = 3, WIDTH = VECTORS * LANES, DEPTH = 128, AHEAD = 32 /* inputs */ };
+enum { TURNS = 4 /* of each thread at a product */, BLOCK = 16 /* inputs */ };
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -30,7 +32,7 @@ typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias
 INLINE lanes all(float x) { return x - (lanes){0}; }
 
 /* a * b + c, rounded once where the CPU can, and everywhere alike: left to itself, gcc fuses the two
- * in one panel and not in another, as it deems fast, and a row's bits would tell its panel. */
+ * for one number of rows and not for another, as it deems fast, and a row's bits would tell. */
 INLINE lanes multiply_add(lanes a, lanes b, lanes c) {
 #if defined(__AVX512F__)
     return (lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -44,118 +46,143 @@ INLINE lanes multiply_add(lanes a, lanes b, lanes c) {
 #endif
 }
 
-INLINE float multiply_add_one(float a, float b, float c) {
-#if defined(__AVX512F__) || defined(__FMA__) || defined(__FP_FAST_FMAF)
-    return __builtin_fmaf(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
-
-/* rows by vectors of sums; with constant sizes the compiler keeps them in registers. */
-INLINE void panel(int rows, int vectors, float *out, int64_t out_stride, const float *x,
-                  int64_t x_stride, const float *weight, int64_t outputs, int depth, int first) {
-    lanes sums[ROWS][MOST_VECTORS];
+/* Some rows by one strip of a panel, of which the first `width` outputs are wanted. With a constant
+ * number of rows the compiler keeps the sums in registers. */
+INLINE void serve(int rows, float *out, int64_t out_stride, int64_t width, const float *x,
+                  int64_t x_stride, const float *strip, int64_t depth, int first) {
+    lanes sums[ROWS][VECTORS];
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vectors; v++) sums[r][v] = all(0.0f);
-    for (int k = 0; k < depth; k++) {
-        lanes part[MOST_VECTORS];
-        for (int v = 0; v < vectors; v++) {
-            const float *place = weight + k * outputs + v * LANES;
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = all(0.0f);
+    for (int64_t k = 0; k < depth; k++) {
+        lanes part[VECTORS];
+        for (int v = 0; v < VECTORS; v++) {
+            const float *place = strip + k * WIDTH + v * LANES;
             part[v] = *(const lanes *)place;
-            /* One row asks too little of memory to be helped; past the end nothing traps. */
-            if (rows > 1) __builtin_prefetch(place + AHEAD * outputs);
+            __builtin_prefetch(place + AHEAD * WIDTH); /* past the end nothing traps */
         }
         for (int r = 0; r < rows; r++) {
             lanes input = all(x[r * x_stride + k]);
-            for (int v = 0; v < vectors; v++) sums[r][v] = multiply_add(input, part[v], sums[r][v]);
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = multiply_add(input, part[v], sums[r][v]);
         }
     }
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vectors; v++) {
-            lanes *place = (lanes *)(out + r * out_stride + v * LANES);
+    for (int r = 0; r < rows; r++, out += out_stride) {
+        float last[WIDTH], *to = width < WIDTH ? last : out;
+        if (width < WIDTH && !first) memcpy(last, out, 4 * width);
+        for (int v = 0; v < VECTORS; v++) {
+            lanes *place = (lanes *)(to + v * LANES);
             if (!first) sums[r][v] += *place;
             *place = sums[r][v];
         }
-}
-
-/* Panels as wide as fit, then one vector wide, then single outputs. */
-INLINE void strip(int rows, int vectors, float *out, int64_t out_stride, const float *x,
-                  int64_t x_stride, const float *weight, int64_t outputs, int64_t width,
-                  int depth, int first) {
-    int64_t o = 0;
-    if (depth == DEPTH)
-        for (; o + vectors * LANES <= width; o += vectors * LANES)
-            panel(rows, vectors, out + o, out_stride, x, x_stride, weight + o, outputs, DEPTH,
-                  first);
-    for (; o + LANES <= width; o += LANES)
-        panel(rows, 1, out + o, out_stride, x, x_stride, weight + o, outputs, depth, first);
-    for (; o < width; o++)
-        for (int r = 0; r < rows; r++) {
-            float sum = 0.0f;
-            for (int k = 0; k < depth; k++)
-                sum = multiply_add_one(x[r * x_stride + k], weight[k * outputs + o], sum);
-            float *place = out + r * out_stride + o;
-            *place = first ? sum : *place + sum;
-        }
+        if (width < WIDTH) memcpy(out, last, 4 * width);
+    }
 }
 
 typedef struct {
     float *out;
     const float *x, *weight;
-    int64_t rows, x_stride, inputs, outputs, tile;
-    atomic_llong next; /* the first output that no thread has taken */
+    int64_t rows, x_stride, inputs, outputs, turn; /* panels */
+    atomic_llong next; /* the first panel that no thread has taken */
 } product;
 
-static void serve(const product *p, int64_t row, int64_t o, int64_t k, int64_t width, int depth) {
-    int64_t left = p->rows - row;
-    float *out = p->out + row * p->outputs + o;
-    const float *x = p->x + row * p->x_stride + k, *weight = p->weight + k * p->outputs + o;
-#define STRIP(rows, vectors)                                                                    \
-    case rows:                                                                                  \
-        strip(rows, vectors, out, p->outputs, x, p->x_stride, weight, p->outputs, width, depth, \
-              k == 0);                                                                          \
+static void serve_strip(const product *p, int64_t panel, int64_t k) {
+    const int64_t o = panel * WIDTH, width = p->outputs - o < WIDTH ? p->outputs - o : WIDTH;
+    const int64_t depth = p->inputs - k < DEPTH ? p->inputs - k : DEPTH;
+    const float *strip = p->weight + o * p->inputs + k * WIDTH;
+    for (int64_t row = 0; row < p->rows; row += ROWS) {
+        float *out = p->out + row * p->outputs + o;
+        const float *x = p->x + row * p->x_stride + k;
+#define CASE(rows)                                                                          \
+    case rows:                                                                              \
+        serve(rows, out, p->outputs, width, x, p->x_stride, strip, depth, k == 0);          \
         break
-    switch (left < ROWS ? left : ROWS) {
-        STRIP(1, 8);
+        switch (p->rows - row < ROWS ? p->rows - row : ROWS) {
+            CASE(1);
+            CASE(2);
+            CASE(3);
+            CASE(4);
 #ifdef __AVX512F__
-        STRIP(2, 4);
-        STRIP(3, 4);
-        STRIP(4, 4);
-        STRIP(5, 4);
-        STRIP(6, 4);
-        STRIP(7, 3);
-        STRIP(8, 3);
-#else
-        STRIP(2, 4);
-        STRIP(3, 2);
-        STRIP(4, 2);
+            CASE(5);
+            CASE(6);
+            CASE(7);
+            CASE(8);
 #endif
+        }
+#undef CASE
     }
-#undef STRIP
 }
 
-static void work(void *shared) {
+static int64_t panels(int64_t outputs) { return (outputs + WIDTH - 1) / WIDTH; }
+
+static void multiply(void *shared) {
     product *p = shared;
+    const int64_t count = panels(p->outputs);
     for (;;) {
-        int64_t o = atomic_fetch_add(&p->next, p->tile);
-        if (o >= p->outputs) return;
-        int64_t width = p->outputs - o < p->tile ? p->outputs - o : p->tile;
-        for (int64_t k = 0; k < p->inputs; k += DEPTH) {
-            int depth = p->inputs - k < DEPTH ? (int)(p->inputs - k) : DEPTH;
-            for (int64_t row = 0; row < p->rows; row += ROWS) serve(p, row, o, k, width, depth);
-        }
+        int64_t panel = atomic_fetch_add(&p->next, p->turn), end = panel + p->turn;
+        if (panel >= count) return;
+        for (; panel < (end < count ? end : count); panel++)
+            for (int64_t k = 0; k < p->inputs; k += DEPTH) serve_strip(p, panel, k);
     }
+}
+
+static int64_t turn_of(int64_t outputs, const threads *team) {
+    int64_t turn = panels(outputs) / (TURNS * team->count);
+    return turn ? turn : 1;
+}
+
+static void run(void (*work)(void *), void *shared, const threads *team) {
+    if (team->count > 1)
+        team->run(work, shared, (unsigned)team->count, 0);
+    else
+        work(shared);
 }
 
 void linear(float *out, const float *x, int64_t x_stride, const float *weight, int64_t rows,
             int64_t inputs, int64_t outputs, const threads *team) {
-    int64_t share = (outputs + team->count - 1) / team->count, tile = (share + 47) / 48 * 48;
     product p = {.out = out, .x = x, .weight = weight, .rows = rows, .x_stride = x_stride,
-                 .inputs = inputs, .outputs = outputs,
-                 .tile = tile < LARGEST_TILE ? tile : LARGEST_TILE};
-    if (team->count > 1)
-        team->run(work, &p, (unsigned)team->count, 0);
-    else
-        work(&p);
+                 .inputs = inputs, .outputs = outputs, .turn = turn_of(outputs, team)};
+    run(multiply, &p, team);
+}
+
+int64_t panel_width(void) { return WIDTH; }
+
+typedef struct {
+    float *packed;
+    const float *weight;
+    int64_t inputs, outputs;
+    atomic_llong next;
+} packing;
+
+static void pack_panels(void *shared) {
+    packing *p = shared;
+    for (;;) {
+        int64_t panel = atomic_fetch_add(&p->next, 1), o = panel * WIDTH;
+        if (o >= p->outputs) return;
+        const int64_t width = p->outputs - o < WIDTH ? p->outputs - o : WIDTH;
+        const float *from = p->weight + o * p->inputs;
+        float *to = p->packed + o * p->inputs;
+        if (width < WIDTH) memset(to, 0, 4 * WIDTH * p->inputs);
+        for (int64_t k = 0; k < p->inputs; k += BLOCK) {
+            int64_t end = k + BLOCK < p->inputs ? k + BLOCK : p->inputs;
+            for (int64_t i = 0; i < width; i++)
+                for (int64_t j = k; j < end; j++) to[j * WIDTH + i] = from[i * p->inputs + j];
+        }
+    }
+}
+
+/* weight [O, I] -> packed [panels, I, WIDTH]; the outputs that are missing in the last are 0. */
+void pack(float *packed, const float *weight, int64_t inputs, int64_t outputs,
+          const threads *team) {
+    packing p = {.packed = packed, .weight = weight, .inputs = inputs, .outputs = outputs};
+    run(pack_panels, &p, team);
+}
+
+/* The rows `ids` [N] of a packed weight -> out [N, I]; 0 if one of them is not there. */
+int64_t packed_rows(float *out, const float *packed, const int64_t *ids, int64_t rows,
+                    int64_t inputs, int64_t outputs) {
+    for (int64_t row = 0; row < rows; row++, out += inputs) {
+        if (ids[row] < 0 || ids[row] >= outputs) return 0;
+        const float *from = packed + ids[row] / WIDTH * WIDTH * inputs + ids[row] % WIDTH;
+        for (int64_t k = 0; k < inputs; k++) out[k] = from[k * WIDTH];
+    }
+    return 1;
 }

@@ -1,8 +1,8 @@
-"""The product of few rows with a column-major weight, by linear.c: decoding's dearest operation.
+"""The product with a packed weight, by linear.c: decoding's dearest operation.
 
 Torch's product reads the weight as fast as memory allows for one row, but eight rows cost it
-nearly two; here they cost little more than one, and that is what verification of drafts lives on.
-A row's result is the same, bit for bit, whatever rows stand beside it.
+several times that; here they cost little more than one, and that is what verification of drafts
+lives on. A row's result is the same, bit for bit, whatever rows stand beside it.
 """
 
 from __future__ import annotations
@@ -10,32 +10,62 @@ from __future__ import annotations
 import ctypes
 import functools
 from ctypes import c_int64, c_void_p
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from peagle.kernels.cpu.library import Threads, cpu_library, run_on_threads
 
-MAX_ROWS = 32  # beyond, MKL's packed product catches up
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [O, I], or one of each expert [E, O, I], in the order in which linear.c reads it.
+
+    It stands where the weight stood. Whoever wants more than its product or some of its rows gets
+    a copy in the usual order.
+    """
+
+    panels: Tensor  # [P, I, WIDTH] or [E, P, I, WIDTH]; 0 behind the last output
+    num_outputs: int
+
+    @property
+    def shape(self) -> torch.Size:
+        *experts, _, inputs, _ = self.panels.shape
+        return torch.Size((*experts, self.num_outputs, inputs))
+
+    def expert(self, index: int) -> PackedWeight:
+        return PackedWeight(self.panels[index], self.num_outputs)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """[...] -> [..., I]"""
+        kernel = linear_kernel()
+        assert kernel is not None
+        return kernel.rows(self, ids)
+
+    def unpacked(self) -> Tensor:
+        """[..., O, I]"""
+        together = self.panels.transpose(-2, -1).flatten(-3, -2)
+        return together[..., : self.num_outputs, :].contiguous()
 
 
-def linear_kernel_for(x: Tensor, weight: Tensor) -> LinearKernel | None:
-    """The kernel where it may stand in for `F.linear(x, weight)`, else None."""
-    fits = (
-        x.is_cpu
-        and weight.is_cpu
-        and x.dtype is weight.dtype is torch.float32
-        and x.dim() == 2
-        and x.shape[0] <= MAX_ROWS
-        and column_major(weight)
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-    )
-    return linear_kernel() if fits else None
+Weight = Tensor | PackedWeight
 
 
-def column_major(weight: Tensor) -> bool:
-    return weight.stride() == (1, weight.shape[0])
+def packed(weight: Tensor) -> Weight:
+    """The weight as the kernel reads it, where there is one for it."""
+    fits = weight.is_cpu and weight.dtype is torch.float32 and weight.dim() in (2, 3)
+    kernel = linear_kernel() if fits else None
+    return weight if kernel is None else kernel.pack(weight)
+
+
+def unpacked(weight: Weight) -> Tensor:
+    return weight.unpacked() if isinstance(weight, PackedWeight) else weight
+
+
+def rows_of(weight: Weight, ids: Tensor) -> Tensor:
+    """Rows [...] of a weight [O, I] -> [..., I]"""
+    return weight.rows(ids) if isinstance(weight, PackedWeight) else weight[ids]
 
 
 @functools.cache
@@ -51,13 +81,21 @@ class LinearKernel:
         self._linear = library.linear
         self._linear.argtypes = (pointer, pointer, size, pointer, size, size, size, pointer)
         self._linear.restype = None
+        self._pack = library.pack
+        self._pack.argtypes = (pointer, pointer, size, size, pointer)
+        self._pack.restype = None
+        self._rows = library.packed_rows
+        self._rows.argtypes = (pointer, pointer, pointer, size, size, size)
+        self._rows.restype = c_int64
+        self.width: int = library.panel_width()
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [N, I], weight [O, I] column-major -> [N, O]."""
+    def __call__(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        """x [N, I] float32, weight [O, I] -> [N, O]."""
         rows, inputs = x.shape
-        outputs = weight.shape[0]
+        outputs = weight.num_outputs
         assert weight.shape == (outputs, inputs)
-        assert column_major(weight)
+        assert x.is_cpu
+        assert x.dtype is torch.float32
         if x.stride(1) != 1:
             x = x.contiguous()
         out = x.new_empty((rows, outputs))
@@ -66,10 +104,37 @@ class LinearKernel:
             out.data_ptr(),
             x.data_ptr(),
             x.stride(0),
-            weight.data_ptr(),
+            weight.panels.data_ptr(),
             rows,
             inputs,
             outputs,
             ctypes.addressof(team),
         )
+        return out
+
+    def pack(self, weight: Tensor) -> PackedWeight:
+        """[..., O, I] float32"""
+        *experts, outputs, inputs = weight.shape
+        shape = (*experts, -(-outputs // self.width), inputs, self.width)
+        panels, team = torch.empty(shape), Threads()
+        places = panels if experts else panels[None]
+        for place, own in zip(places, weight if experts else weight[None], strict=True):
+            own = own.contiguous()
+            self._pack(place.data_ptr(), own.data_ptr(), inputs, outputs, ctypes.addressof(team))
+        return PackedWeight(panels, outputs)
+
+    def rows(self, weight: PackedWeight, ids: Tensor) -> Tensor:
+        """Rows [...] of a weight [O, I] -> [..., I]"""
+        flat = ids.flatten().long().contiguous()
+        outputs, inputs = weight.shape
+        out = torch.empty((*ids.shape, inputs))
+        if not self._rows(
+            out.data_ptr(),
+            weight.panels.data_ptr(),
+            flat.data_ptr(),
+            len(flat),
+            inputs,
+            outputs,
+        ):
+            raise IndexError(f"a row was asked for beyond the {outputs} of a weight")
         return out

@@ -171,7 +171,7 @@ def _first_rows(layer: LayerTensors, x: Tensor, inputs: Tensor | None) -> Quanti
 
 
 def _quantized_product(projection: Projection, rows: Quantized, dtype: torch.dtype) -> Sums:
-    weight, bias, scales = projection
+    weight, bias, scales, _ = projection
     assert scales is not None
     return product(rows, weight, scales, bias, dtype)
 
@@ -185,7 +185,7 @@ def _fused(
     residual: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
-    weight, bias, _ = projection
+    weight, bias, *_ = projection
     x, norm = _norm_left_to(weight, x, norm, policy)
     return fused_linear(x, weight, bias, norm=norm, residual=residual, gated=gated, policy=policy)
 
@@ -200,5 +200,5 @@ def _norm_left_to(
 
 
 def _linear(projection: Projection, x: Tensor) -> Tensor:
-    weight, bias, _ = projection
+    weight, bias, *_ = projection
     return F.linear(x, weight, bias)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.kernels.cpu.linear import linear_kernel_for
+from peagle.kernels.cpu.linear import PackedWeight, linear_kernel, packed, unpacked
 from peagle.kernels.reference.linear import Norm, rms_norm, silu_mul
 
 FP8 = torch.float8_e4m3fn
@@ -64,9 +64,12 @@ def product(
     The products of quantised numbers are summed in float32 or better; then come the scales.
     """
     precise = torch.promote_types(dtype, torch.float32)
-    wide, wide_weight = rows.values.to(precise), weight.to(precise)
-    kernel = linear_kernel_for(wide, wide_weight)  # on a CPU: a row's bits are its own
-    sums = kernel(wide, wide_weight) if kernel else F.linear(wide, wide_weight)
+    wide, wide_weight = rows.values.to(precise), packed(weight.to(precise))
+    kernel = linear_kernel()  # on a CPU: a row's bits are its own
+    if kernel is not None and isinstance(wide_weight, PackedWeight):
+        sums = kernel(wide, wide_weight)
+    else:
+        sums = F.linear(wide, unpacked(wide_weight))
     out = (sums * rows.scales * scales.t()).to(dtype)
     return Sums(out[None], bias, dtype)
 
