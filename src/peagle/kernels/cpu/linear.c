@@ -13,6 +13,7 @@
 
 #include <stdatomic.h>
 #include <string.h>
+#include <sys/mman.h>
 #if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
@@ -23,7 +24,7 @@ enum { LANES = 16, ROWS = 8 }; /* 32 registers: 8 rows by 3 vectors of sums */
 enum { LANES = 8, ROWS = 4 }; /* 16 registers: 4 rows by 3 vectors of sums */
 #endif
 enum { VECTORS = 3, WIDTH = VECTORS * LANES, DEPTH = 128, AHEAD = 32 /* inputs */ };
-enum { TURNS = 4 /* of each thread at a product */, BLOCK = 16 /* inputs */ };
+enum { TURNS = 4 /* of each thread at a product */, BLOCK = 16 /* inputs */, PAGE = 4096 };
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -169,9 +170,19 @@ static void pack_panels(void *shared) {
     }
 }
 
-/* weight [O, I] -> packed [panels, I, WIDTH]; the outputs that are missing in the last are 0. */
+/* Where the system grants them: a prefetched stream ends with its page. */
+static void ask_for_huge_pages(void *start, int64_t size) {
+#ifdef MADV_HUGEPAGE
+    uintptr_t begin = ((uintptr_t)start + PAGE - 1) / PAGE * PAGE, end = (uintptr_t)start + size;
+    if (end >= begin + PAGE) madvise((void *)begin, (end - begin) / PAGE * PAGE, MADV_HUGEPAGE);
+#endif
+}
+
+/* weight [O, I] -> packed [panels, I, WIDTH], memory that nobody has touched; the outputs that are
+ * missing in the last panel are 0. */
 void pack(float *packed, const float *weight, int64_t inputs, int64_t outputs,
           const threads *team) {
+    ask_for_huge_pages(packed, panels(outputs) * WIDTH * inputs * (int64_t)sizeof(float));
     packing p = {.packed = packed, .weight = weight, .inputs = inputs, .outputs = outputs};
     run(pack_panels, &p, team);
 }
