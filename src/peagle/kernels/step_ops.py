@@ -1,4 +1,5 @@
-"""The operations of a step that exist twice: as torch operations and as Triton kernels.
+"""The operations of a step that exist twice: as torch operations and as kernels, for a GPU all of
+them, for a CPU some.
 
 Chosen once per engine by `step_ops`. Signatures and meaning are the reference's, in
 kernels/reference; tests/kernels/gpu holds that both agree.
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from peagle.kernels.cpu.drafts import draft_kernels
 from peagle.kernels.device_batch import Committed, RowPlan, StepCounts
 from peagle.kernels.reference.rejection import RejectionUniforms
 from peagle.kernels.reference.sampling import SampledTokens, TokenProbs
@@ -60,7 +62,7 @@ def step_ops(device: torch.device) -> StepOps:
             sampling,
             trees,
         )
-    return StepOps(
+    ops = StepOps(
         batch.begin_step,
         batch.plan_rows,
         batch.commit,
@@ -83,4 +85,13 @@ def step_ops(device: torch.device) -> StepOps:
         trees.walk_tree,
         trees.move_rows,
         trees.path_rows,
+    )
+    kernels = draft_kernels() if device.type == "cpu" else None
+    if kernels is None:
+        return ops
+    return ops._replace(
+        sample_tokens=kernels.sample_tokens,
+        top_tokens=kernels.top_tokens,
+        store_tree=kernels.store_tree,
+        walk_tree=kernels.walk_tree,
     )

@@ -44,6 +44,7 @@ void rms_norm(float *out, const float *x, const float *weight, int64_t rows, int
 void rotate(float *out, const float *x, int64_t stride, const float *cosine, const float *sine,
             int64_t rows, int64_t heads, int64_t dim);
 void silu_mul(float *out, const float *gate_up, int64_t rows, int64_t size);
+double total_exponential(const float *x, int64_t size, float shift);
 void paged_attention(float *out, const float *q, int64_t q_stride, const float *k,
                      int64_t k_stride, const float *v, int64_t v_stride,
                      const layer_cache *cache, const step_layout *step, const threads *team);

@@ -28,7 +28,7 @@ from peagle.progress import track
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-SOURCES = tuple(FOLDER / name for name in ("ops.c", "linear.c", "layers.c"))
+SOURCES = tuple(FOLDER / name for name in ("ops.c", "linear.c", "layers.c", "drafts.c"))
 HEADERS = (FOLDER / "kernels.h",)
 # No -ffast-math: NaN and infinity must go through, and sums keep their order.
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-w")

@@ -378,3 +378,15 @@ void paged_attention(float *out, const float *q, int64_t q_stride, const float *
     else
         attend_all(&job);
 }
+
+/* The sum of e^(x - shift). */
+double total_exponential(const float *x, int64_t size, float shift) {
+    int64_t whole = size - size % LANES;
+    doubles sums = {0};
+    for (int64_t i = 0; i < whole; i += LANES)
+        sums += __builtin_convertvector(exponential(load(x + i) - all(shift)), doubles);
+    double total = 0.0;
+    for (int i = 0; i < LANES; i++) total += sums[i];
+    for (int64_t i = whole; i < size; i++) total += exponential(all(x[i] - shift))[0];
+    return total;
+}
