@@ -135,6 +135,30 @@ def test_a_packed_weight_holds_the_same_numbers(outputs: int, inputs: int) -> No
 
 
 @pytest.mark.parametrize("outputs", [1, 47, 48, 131])
+def test_numbers_of_bfloat16_are_stored_as_such_and_give_the_same_bits(
+    outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = torch.randn(outputs, 150).bfloat16().float(), torch.randn(11, 150)
+    weight[0, 3] = INF
+    half = kernel().pack(weight)
+    monkeypatch.setattr(kernel(), "_fits_half", lambda *_: 0)
+    whole = kernel().pack(weight)
+    assert half.panels.dtype is torch.bfloat16
+    assert whole.panels.dtype is torch.float32
+    for rows in range(1, len(x) + 1):
+        assert torch.equal(kernel()(x[:rows], half), kernel()(x[:rows], whole))
+    assert torch.equal(half.unpacked(), weight)
+    ids = torch.arange(outputs).flip(0)
+    assert torch.equal(rows_of(half, ids), weight[ids])
+
+
+def test_one_number_that_bfloat16_has_not_keeps_all_in_float32() -> None:
+    weight = torch.randn(50, 20).bfloat16().float()
+    weight[49, 19] += 2**-20
+    assert kernel().pack(weight).panels.dtype is torch.float32
+
+
+@pytest.mark.parametrize("outputs", [1, 47, 48, 131])
 def test_rows_are_looked_up(outputs: int) -> None:
     weight, ids = torch.randn(outputs, 9), torch.randint(0, outputs, (3, 4))
     assert torch.equal(rows_of(packed(weight), ids), weight[ids])

@@ -39,6 +39,12 @@ typedef struct {
     int64_t window;
 } layer_cache;
 
+/* A weight [O, I] in linear.c's order; `size` bytes for a number. Mirrored in linear.py. */
+typedef struct {
+    const void *panels;
+    int64_t size;
+} packed_weight;
+
 void rms_norm(float *out, const float *x, const float *weight, int64_t rows, int64_t size,
               double eps);
 void rotate(float *out, const float *x, int64_t stride, const float *cosine, const float *sine,
@@ -48,5 +54,5 @@ double total_exponential(const float *x, int64_t size, float shift);
 void paged_attention(float *out, const float *q, int64_t q_stride, const float *k,
                      int64_t k_stride, const float *v, int64_t v_stride,
                      const layer_cache *cache, const step_layout *step, const threads *team);
-void linear(float *out, const float *x, int64_t x_stride, const float *weight, int64_t rows,
+void linear(float *out, const float *x, int64_t x_stride, packed_weight weight, int64_t rows,
             int64_t inputs, int64_t outputs, const threads *team);

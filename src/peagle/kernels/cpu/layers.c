@@ -6,9 +6,10 @@
 
 #include <stddef.h>
 
-/* weight [I, O], bias [O] or none. Mirrored in layers.py, as is `layer`. */
+/* bias [O] or none. Mirrored in layers.py, as is `layer`. */
 typedef struct {
-    const float *weight, *bias;
+    packed_weight weight;
+    const float *bias;
 } projection;
 
 typedef struct {

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.cpu.library import Threads, cpu_library, run_on_threads
+from peagle.kernels.cpu.linear import PackedPlace, PackedWeight
 from peagle.kernels.cpu.ops import PagedStep
 from peagle.kernels.layer_tensors import LayerTensors, Projection
 
@@ -36,12 +37,18 @@ class CachePlace(NamedTuple):
     steps: Sequence[PagedStep]
 
 
+class _Projection(ctypes.Structure):
+    """`projection` in layers.c."""
+
+    _fields_ = (("weight", PackedPlace), ("bias", c_void_p))
+
+
 class _Layer(ctypes.Structure):
     """`layer` in layers.c."""
 
     _fields_ = (
         *((name, c_void_p) for name in LayerTensors._fields[:4]),
-        *((f"{p}_{part}", c_void_p) for p in LayerTensors._fields[4:8] for part in ("w", "b")),
+        *((name, _Projection) for name in LayerTensors._fields[4:8]),
         ("intermediate", c_int64),
         ("window", c_int64),
         ("eps", c_double),
@@ -94,9 +101,9 @@ class LayersKernel:
         self._function = function
         self._layers = (_Layer * len(layers))(*(_pointers(layer) for layer in layers))
         self._held = layers
-        self._inputs = _shape(layers[0].qkv)[1]
-        self._hidden = _shape(layers[0].down)[0]
-        self._inner = max(_shape(layer.down)[1] for layer in layers)
+        self._inputs = _packed(layers[0].qkv).shape[1]
+        self._hidden = _packed(layers[0].down).shape[0]
+        self._inner = max(_packed(layer.down).shape[1] for layer in layers)
 
     def __call__(
         self,
@@ -152,15 +159,15 @@ class LayersKernel:
         else:
             assert inputs.shape == (rows, self._inputs)
         queries, kv = step.heads * step.dim, step.kv_heads * step.dim
-        assert _shape(self._held[0].qkv)[0] == queries + 2 * kv
-        assert _shape(self._held[0].o) == (self._hidden, queries)
+        assert _packed(self._held[0].qkv).shape[0] == queries + 2 * kv
+        assert _packed(self._held[0].o).shape == (self._hidden, queries)
 
 
 def _pointers(layer: LayerTensors) -> _Layer:
     vectors = (_address(tensor) for tensor in layer[:4])
     projections = (layer.qkv, layer.o, layer.gate_up, layer.down)
-    matrices = (_address(part) for p in projections for part in (p.weight, p.bias))
-    inner = _shape(layer.down)[1]
+    matrices = (_Projection(_packed(p).place, _address(p.bias)) for p in projections)
+    inner = _packed(layer.down).shape[1]
     return _Layer(*vectors, *matrices, inner, layer.window or 0, layer.eps)
 
 
@@ -168,6 +175,6 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _shape(projection: Projection) -> torch.Size:
+def _packed(projection: Projection) -> PackedWeight:
     assert projection.packed is not None
-    return projection.packed.shape
+    return projection.packed

@@ -23,10 +23,12 @@ class PackedWeight:
     """A weight [O, I], or one of each expert [E, O, I], in the order in which linear.c reads it.
 
     It stands where the weight stood. Whoever wants more than its product or some of its rows gets
-    a copy in the usual order.
+    a copy in the usual order, in float32.
     """
 
-    panels: Tensor  # [P, I, WIDTH] or [E, P, I, WIDTH]; 0 behind the last output
+    # [P, I, WIDTH] or [E, P, I, WIDTH]; 0 behind the last output. In bfloat16 where that holds all
+    # numbers as they are, else in float32.
+    panels: Tensor
     num_outputs: int
 
     @property
@@ -46,7 +48,17 @@ class PackedWeight:
     def unpacked(self) -> Tensor:
         """[..., O, I]"""
         together = self.panels.transpose(-2, -1).flatten(-3, -2)
-        return together[..., : self.num_outputs, :].contiguous()
+        return together[..., : self.num_outputs, :].float().contiguous()
+
+    @property
+    def place(self) -> PackedPlace:
+        return PackedPlace(self.panels.data_ptr(), self.panels.itemsize)
+
+
+class PackedPlace(ctypes.Structure):
+    """`packed_weight` in kernels.h."""
+
+    _fields_ = (("panels", c_void_p), ("size", c_int64))
 
 
 Weight = Tensor | PackedWeight
@@ -79,13 +91,16 @@ class LinearKernel:
     def __init__(self, library: ctypes.CDLL) -> None:
         size, pointer = c_int64, c_void_p
         self._linear = library.linear
-        self._linear.argtypes = (pointer, pointer, size, pointer, size, size, size, pointer)
+        self._linear.argtypes = (pointer, pointer, size, PackedPlace, size, size, size, pointer)
         self._linear.restype = None
         self._pack = library.pack
-        self._pack.argtypes = (pointer, pointer, size, size, pointer)
+        self._pack.argtypes = (pointer, size, pointer, size, size, pointer)
         self._pack.restype = None
+        self._fits_half = library.fits_half
+        self._fits_half.argtypes = (pointer, size)
+        self._fits_half.restype = c_int64
         self._rows = library.packed_rows
-        self._rows.argtypes = (pointer, pointer, pointer, size, size, size)
+        self._rows.argtypes = (pointer, PackedPlace, pointer, size, size, size)
         self._rows.restype = c_int64
         self.width: int = library.panel_width()
 
@@ -104,7 +119,7 @@ class LinearKernel:
             out.data_ptr(),
             x.data_ptr(),
             x.stride(0),
-            weight.panels.data_ptr(),
+            weight.place,
             rows,
             inputs,
             outputs,
@@ -115,12 +130,15 @@ class LinearKernel:
     def pack(self, weight: Tensor) -> PackedWeight:
         """[..., O, I] float32"""
         *experts, outputs, inputs = weight.shape
+        weight = weight.contiguous()
+        is_half = self._fits_half(weight.data_ptr(), weight.numel())
         shape = (*experts, -(-outputs // self.width), inputs, self.width)
-        panels, team = torch.empty(shape), Threads()
-        places = panels if experts else panels[None]
-        for place, own in zip(places, weight if experts else weight[None], strict=True):
-            own = own.contiguous()
-            self._pack(place.data_ptr(), own.data_ptr(), inputs, outputs, ctypes.addressof(team))
+        panels = torch.empty(shape, dtype=torch.bfloat16 if is_half else torch.float32)
+        team = Threads()  # named: it must outlive the calls
+        pairs = zip(panels, weight, strict=True) if experts else ((panels, weight),)
+        for place, own in pairs:
+            parts = place.data_ptr(), place.itemsize, own.data_ptr()
+            self._pack(*parts, inputs, outputs, ctypes.addressof(team))
         return PackedWeight(panels, outputs)
 
     def rows(self, weight: PackedWeight, ids: Tensor) -> Tensor:
@@ -130,7 +148,7 @@ class LinearKernel:
         out = torch.empty((*ids.shape, inputs))
         if not self._rows(
             out.data_ptr(),
-            weight.panels.data_ptr(),
+            weight.place,
             flat.data_ptr(),
             len(flat),
             inputs,
