@@ -94,4 +94,5 @@ def step_ops(device: torch.device) -> StepOps:
         top_tokens=kernels.top_tokens,
         store_tree=kernels.store_tree,
         walk_tree=kernels.walk_tree,
+        move_rows=kernels.move_rows,
     )

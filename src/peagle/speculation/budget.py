@@ -90,6 +90,7 @@ class ScoreCalibration:
     def __init__(self) -> None:
         self._guess = np.exp(-self.BIN * (np.arange(self.BINS) + 0.5))
         self._drafts, self._hits = np.zeros(self.BINS), np.zeros(self.BINS)
+        self._table: Numbers | None = None  # of each bin; None: something new is known
 
     def observe(self, scores: Numbers, outcomes: Outcomes) -> None:
         """scores  # [B, N]; -inf where there is no draft"""
@@ -100,12 +101,14 @@ class ScoreCalibration:
         for total, which in ((self._drafts, is_verified), (self._hits, is_accepted & is_verified)):
             total *= self.KEPT
             total += np.bincount(bins[which], minlength=self.BINS)
+        self._table = None
 
     def values(self, scores: Numbers) -> Numbers:
         """[B, N] -> how likely each is accepted; they never rise along a request's drafts."""
-        drafts = self._drafts + self.GUESS_DRAFTS
-        table = falling((self._hits + self.GUESS_DRAFTS * self._guess) / drafts, drafts)
-        out: Numbers = np.where(scores > -np.inf, table[self._bins(scores)], 0.0)
+        if self._table is None:
+            drafts = self._drafts + self.GUESS_DRAFTS
+            self._table = falling((self._hits + self.GUESS_DRAFTS * self._guess) / drafts, drafts)
+        out: Numbers = np.where(scores > -np.inf, self._table[self._bins(scores)], 0.0)
         return out
 
     def _bins(self, scores: Numbers) -> Counts:

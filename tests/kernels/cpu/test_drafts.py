@@ -137,6 +137,25 @@ def test_trees_and_walks_through_them(
         assert torch.equal(one, other)
 
 
+@settings(deadline=None)
+@given(st.integers(1, 3), st.integers(1, 6), SEEDS)
+def test_accepted_rows_are_moved_in_all_layers(batch: int, depth: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    size, num_blocks = 4, 8
+    tables = torch.randperm(SLOTS * num_blocks, generator=generator).int().view(SLOTS, num_blocks)
+    slots = torch.randperm(SLOTS, generator=generator)[:batch]
+    steps = torch.randint(1, 3, (batch, depth), generator=generator)
+    num_accepted = torch.randint(0, depth + 1, (batch,), generator=generator)
+    rows = torch.nn.functional.pad(steps.cumsum(1), (1, 0))
+    path = trees.TreePath(*[rows] * 4, num_accepted, rows)
+    starts = torch.randint(0, size * num_blocks - int(rows.max()), (batch,), generator=generator)
+    caches = torch.randn(2, 3, SLOTS * num_blocks * size, 2, 5)
+    ours, theirs = caches.clone(), caches.clone()
+    kernels().move_rows(*ours, tables, slots, starts, path, size)
+    trees.move_rows(*theirs, tables, slots, starts, path, size)
+    assert torch.equal(ours, theirs)
+
+
 def test_what_the_kernels_do_not_know_is_left_to_the_references() -> None:
     logits = torch.randn(2, 50)
     drawn = SamplingMetadata(

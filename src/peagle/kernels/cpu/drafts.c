@@ -249,3 +249,27 @@ void walk_trees(const int64_t *token_ids, const int64_t *parents, int64_t stride
         report += depth + 1;
     }
 }
+
+/* Where a position of a sequence lies in a cache [layers, S, row], by its blocks. */
+static int64_t slot_of(const int32_t *blocks, int64_t block_size, int64_t position) {
+    return blocks[position / block_size] * block_size + position % block_size;
+}
+
+/* Brings the rows [B, K + 1] of accepted nodes to where a chain's would be. A row's place is never
+ * behind its node's, so nothing is overwritten that is still to be moved. */
+void move_rows(float *cache, int64_t layers, int64_t layer_stride, int64_t row_size,
+               const int32_t *block_tables, int64_t table_stride, int64_t block_size,
+               const int64_t *slots, const int64_t *starts, int64_t batch, const int64_t *rows,
+               const int64_t *num_accepted, int64_t depth) {
+    for (int64_t b = 0; b < batch; b++, rows += depth + 1)
+        for (int64_t k = 1; k <= num_accepted[b]; k++) {
+            if (rows[k] == k) continue;
+            const int32_t *blocks = block_tables + slots[b] * table_stride;
+            int64_t from = slot_of(blocks, block_size, starts[b] + rows[k]) * row_size;
+            int64_t to = slot_of(blocks, block_size, starts[b] + k) * row_size;
+            for (int64_t layer = 0; layer < layers; layer++) {
+                float *own = cache + layer * layer_stride;
+                memcpy(own + to, own + from, sizeof(float) * row_size);
+            }
+        }
+}

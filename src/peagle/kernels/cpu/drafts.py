@@ -57,6 +57,12 @@ class DraftKernels:
             *[POINTER] * 6,
         )
         self._walk_trees.restype = None
+        self._move_rows = library.move_rows
+        self._move_rows.argtypes = (
+            *(POINTER, SIZE, SIZE, SIZE, POINTER, SIZE, SIZE, POINTER, POINTER, SIZE),
+            *(POINTER, POINTER, SIZE),
+        )
+        self._move_rows.restype = None
 
     def sample_tokens(
         self,
@@ -178,6 +184,39 @@ class DraftKernels:
             *(part.data_ptr() for part in path),
         )
         return path
+
+    def move_rows(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        block_tables: Tensor,
+        slots: Tensor,
+        starts: Tensor,
+        path: TreePath,
+        block_size: int,
+    ) -> None:
+        caches = keys, values
+        if not all(c.dtype is torch.float32 and c[0].is_contiguous() for c in caches):
+            trees.move_rows(keys, values, block_tables, slots, starts, path, block_size)
+            return
+        slots, starts, rows = slots.contiguous(), starts.contiguous(), path.rows.contiguous()
+        num_accepted = path.num_accepted.contiguous()
+        for cache in caches:
+            self._move_rows(
+                cache.data_ptr(),
+                len(cache),
+                cache.stride(0),
+                cache.stride(1),
+                block_tables.data_ptr(),
+                block_tables.stride(0),
+                block_size,
+                slots.data_ptr(),
+                starts.data_ptr(),
+                len(rows),
+                rows.data_ptr(),
+                num_accepted.data_ptr(),
+                rows.shape[1] - 1,
+            )
 
 
 def _takes(logits: Tensor) -> bool:
