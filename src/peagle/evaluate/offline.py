@@ -22,6 +22,7 @@ from peagle.evaluate.evaluator import Evaluation, Evaluator
 from peagle.evaluate.recall import GreedyEvaluation, evaluate_greedy
 from peagle.evaluate.sampled import SampledAcceptance, evaluate_sampled
 from peagle.evaluate.trees import TreeEvaluation, evaluate_trees
+from peagle.models.binding import bind_kernels
 from peagle.models.eagle import EagleNetwork
 from peagle.models.layers import matrix_of
 from peagle.models.target import TargetModel
@@ -80,6 +81,7 @@ def load_pair(head: str, model: str | None, config: EngineConfig) -> Pair:
     weight = target.embed_tokens.weight
     network = load_head(head, target, dtype=weight.dtype, device=weight.device)
     network.requires_grad_(False)
+    bind_kernels(network)
     return Pair(folder, target, network, config)
 
 
