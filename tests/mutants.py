@@ -48,6 +48,7 @@ LAYOUT = ("checkpoints/test_vllm_layout.py",)
 BLOCKS = ("engine/test_blocks.py",)
 CPU_KERNELS = ("kernels/cpu/test_ops.py",)
 CPU_LINEAR = ("kernels/cpu/test_linear.py",)
+CPU_DRAFTS = ("kernels/cpu/test_drafts.py",)
 REFERENCE = ("kernels/reference/test_linear.py",)
 TREES = ("engine/test_trees.py",)
 GRAMMAR = ("engine/test_structured_outputs.py",)
@@ -297,6 +298,16 @@ MUTANTS = (
     Mutant("kernels/cpu/linear.c", "if (!first) sums[r][v] += *place;", "", CPU_LINEAR),
     Mutant("kernels/cpu/linear.c", "if (width < WIDTH && !first)", "if (0)", CPU_LINEAR),
     Mutant("kernels/cpu/linear.c", "if (ids[row] < 0 ||", "if (", CPU_LINEAR),
+    Mutant("kernels/cpu/linear.c", "if (bits[i] & 0xffff) return 0;", "", CPU_LINEAR),
+    Mutant("kernels/cpu/drafts.c", "place > 0 && value > r", "place > 0 && value >= r", CPU_DRAFTS),
+    Mutant(
+        "kernels/cpu/drafts.c", "scores[i] + usable_log_prob(own)", "scores[i] + own", CPU_DRAFTS
+    ),
+    Mutant("kernels/cpu/drafts.c", "t->depths[row] + 1", "n + 1", CPU_DRAFTS),
+    Mutant("kernels/cpu/drafts.c", "is_there ? p->tokens[places[n]] : 0", "77", CPU_DRAFTS),
+    Mutant("kernels/cpu/drafts.c", "if (parents[n] != row) continue;", "", CPU_DRAFTS),
+    Mutant("kernels/cpu/drafts.c", "!is_nan && isfinite", "isfinite", CPU_DRAFTS),
+    Mutant("kernels/cpu/drafts.c", "starts[b] + rows[k]", "starts[b] + k", CPU_DRAFTS),
     Mutant(
         "kernels/cpu/ops.c",
         "load(out + d + i * LANES) * all(kept)",
