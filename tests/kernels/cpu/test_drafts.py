@@ -117,7 +117,7 @@ def test_trees_and_walks_through_them(
     ours, theirs = state(), state()
     slots = torch.randperm(SLOTS, generator=generator)[:batch]
     token_ids = torch.randint(0, 9, (batch, depth, beam), generator=generator)
-    log_probs = -some((batch, depth, beam, beam), seed).abs()
+    log_probs = some((batch, depth, beam, beam), seed) - 1.0  # some above 0: they count as 0
     num_depths = torch.randint(0, depth + 1, (batch,), generator=generator)
     given = slots, token_ids, log_probs, num_depths, num_nodes
     kernels().store_tree(ours, *given)
