@@ -294,7 +294,13 @@ MUTANTS = (
     # Kernels.
     Mutant("kernels/reference/linear.py", ".add(norm.eps)", "", REFERENCE),
     Mutant("kernels/reference/linear.py", "weight.shape, None, eps)", "weight.shape)", REFERENCE),
-    Mutant("kernels/cpu/ops.c", "highest == -INFINITY ? 0.0f : highest", "highest", CPU_KERNELS),
+    Mutant(
+        "kernels/cpu/ops.c",
+        "choose(highest == all(-INFINITY), all(0.0f), highest)",
+        "highest",
+        CPU_KERNELS,
+    ),
+    Mutant("kernels/cpu/ops.c", " && (!window || base >= limit - window)", "", CPU_KERNELS),
     Mutant("kernels/cpu/linear.c", "if (!first) sums[r][v] += *place;", "", CPU_LINEAR),
     Mutant("kernels/cpu/linear.c", "if (width < WIDTH && !first)", "if (0)", CPU_LINEAR),
     Mutant("kernels/cpu/linear.c", "if (ids[row] < 0 ||", "if (", CPU_LINEAR),
@@ -310,8 +316,8 @@ MUTANTS = (
     Mutant("kernels/cpu/drafts.c", "starts[b] + rows[k]", "starts[b] + k", CPU_DRAFTS),
     Mutant(
         "kernels/cpu/ops.c",
-        "load(out + d + i * LANES) * all(kept)",
-        "load(out + d + i * LANES)",
+        "load(states[q].out + d + i * LANES) * all(kept[q])",
+        "load(states[q].out + d + i * LANES)",
         CPU_KERNELS,
     ),
     # Training.

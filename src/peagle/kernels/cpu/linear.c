@@ -12,46 +12,23 @@
  */
 
 #include "kernels.h"
+#include "vectors.h"
 
 #include <stdatomic.h>
-#include <string.h>
 #include <sys/mman.h>
-#if defined(__AVX512F__) || defined(__FMA__)
-#include <immintrin.h>
-#endif
 
 #ifdef __AVX512F__
-enum { LANES = 16, ROWS = 8 }; /* 32 registers: 8 rows by 3 vectors of sums */
+enum { ROWS = 8 }; /* 32 registers: 8 rows by 3 vectors of sums */
 #else
-enum { LANES = 8, ROWS = 4 }; /* 16 registers: 4 rows by 3 vectors of sums */
+enum { ROWS = 4 }; /* 16 registers: 4 rows by 3 vectors of sums */
 #endif
 enum { VECTORS = 3, WIDTH = VECTORS * LANES, DEPTH = 128, AHEAD = 32 /* inputs */ };
 enum { TURNS = 4 /* of each thread at a product */, BLOCK = 16 /* inputs */, PAGE = 4096 };
 
-#define INLINE static inline __attribute__((always_inline))
-
-typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef uint32_t word __attribute__((may_alias)); /* the bits of a number */
 typedef uint16_t half __attribute__((may_alias));
-
-INLINE lanes all(float x) { return x - (lanes){0}; }
-
-/* a * b + c, rounded once where the CPU can, and everywhere alike: left to itself, gcc fuses the two
- * for one number of rows and not for another, as it deems fast, and a row's bits would tell. */
-INLINE lanes multiply_add(lanes a, lanes b, lanes c) {
-#if defined(__AVX512F__)
-    return (lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    return (lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__FP_FAST_FMAF)
-    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
-    return c;
-#else
-    return a * b + c;
-#endif
-}
 
 /* How a weight is stored: `size` bytes for a number. */
 enum { HALF = sizeof(half), WHOLE = sizeof(float) };
