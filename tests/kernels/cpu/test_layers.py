@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from peagle.engine.blocks import BlockTable
 from peagle.engine.kv_cache import PagedKVCache
@@ -77,16 +83,20 @@ def modules_only() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def unbound(name: str) -> TargetModel:
+def unbound(config: PretrainedConfig) -> TargetModel:
     torch.manual_seed(0)
-    model = TargetModel(DecoderConfig.from_transformers(CASES[name]))
+    model = TargetModel(DecoderConfig.from_transformers(config))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.3)
     return model.requires_grad_(False).eval()
 
 
 def small(name: str) -> TargetModel:
-    model = unbound(name)
+    return packed(CASES[name])
+
+
+def packed(config: PretrainedConfig) -> TargetModel:
+    model = unbound(config)
     pack_weights(model)
     return model
 
@@ -132,7 +142,7 @@ def test_the_kernel_agrees_with_float64(name: str, calls: list[int]) -> None:
     ours = all_rows(model, [8, 1, 5, 7])
     assert calls == [8, 1, 5, 7]
     positions = torch.arange(LENGTH)
-    exact_model = unbound(name).double()
+    exact_model = unbound(CASES[name]).double()
     exact = exact_model(
         tokens(0), positions, causal_attention(positions), AUX_LAYERS
     ).aux_hidden_states
@@ -160,6 +170,11 @@ def test_rows_verified_together_have_the_bits_of_rows_decoded_one_by_one(
     model = small(name)
     assert torch.equal(all_rows(model, steps), all_rows(model, [1] * LENGTH))
     assert calls == steps + [1] * LENGTH
+
+
+def test_rows_shared_out_over_threads_have_the_bits_of_rows_decoded_one_by_one() -> None:
+    model = packed(LlamaConfig(**SIZES | {"hidden_size": 2046}))
+    assert torch.equal(all_rows(model, [LENGTH]), all_rows(model, [1] * LENGTH))
 
 
 def test_a_sequence_has_the_same_bits_beside_others() -> None:
