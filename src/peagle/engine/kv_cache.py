@@ -23,10 +23,6 @@ from peagle.models.drafter import CacheLayout, Span
 
 # Up to this many query rows the heads of a group are folded into the rows of one product.
 MAX_FOLDED_ROWS = 17
-# The kernel saves torch's 70 us of small operations per span and layer, but torch's products are
-# denser: more multiply-adds than this per span on average, counted for one head of each group,
-# and torch wins. Measured with 3 key-value heads of 64 on two cores.
-MAX_KERNEL_WORK = 1_000_000
 
 
 class PagedKVCache:
@@ -108,10 +104,6 @@ class PagedAttention(CachedAttention):
         self.spans = spans
         positions = [s.start + depth for s in spans for depth in tree_depths(s)[s.first_row :]]
         self.positions = torch.tensor(positions, device=cache.keys.device)  # [N]
-        kv_heads, dim = cache.keys.shape[-2:]
-        work = sum(s.length * (s.start + s.length) for s in spans) * kv_heads * dim
-        fits = cache.keys.dtype is torch.float32 and dim % LANES == 0 and cache.has_whole_rows
-        self.prefers_kernel = fits and work <= MAX_KERNEL_WORK * len(spans)
         self._steps: dict[int, PagedStep] = {}  # by table
         self._rows: dict[int, _TableRows] = {}
 
@@ -169,7 +161,9 @@ class PagedAttention(CachedAttention):
         return self._rows[table]
 
     def _fits_kernel(self, heads: int) -> bool:
-        return self.prefers_kernel and heads <= MAX_GROUP * self.cache.keys.shape[-2]
+        cache, (kv_heads, dim) = self.cache, self.cache.keys.shape[-2:]
+        is_whole = cache.has_whole_rows and dim % LANES == 0
+        return is_whole and cache.keys.dtype is torch.float32 and heads <= MAX_GROUP * kv_heads
 
     def _step(self, table: int, heads: int) -> PagedStep:
         """The spans as the kernel reads them."""

@@ -58,5 +58,5 @@ def _check_batch_invariant(model: nn.Module) -> None:
     if device.type != "cuda":
         raise ConfigError(
             f"batch_invariant is an option of the GPU's kernels, and the model is on {device}",
-            hint="drop it; on a CPU all but attention over long prompts is so without it",
+            hint="drop it; on a CPU steps are batch-invariant without it",
         )

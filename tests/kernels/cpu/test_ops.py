@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from peagle.engine import kv_cache
 from peagle.engine.blocks import BlockTable
 from peagle.engine.kv_cache import PagedKVCache
 from peagle.kernels.cpu.ops import CpuKernels, PagedSpan, PagedStep, cpu_kernels, kernels_for
@@ -32,11 +31,6 @@ NAN, INF = float("nan"), float("inf")
 def _no_gradients() -> object:
     with torch.inference_mode():
         yield
-
-
-@pytest.fixture(autouse=True)
-def _always_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "MAX_KERNEL_WORK", 10**12)
 
 
 def kernels() -> CpuKernels:
@@ -186,7 +180,7 @@ def test_paged_attention_in_any_chunks_equals_causal_attention_in_float64(
         if done[n] < length
     ]:
         attention = cache.attention(tables, spans)
-        assert attention.prefers_kernel
+        assert attention.kernel_place(kv_heads * group) is not None
         parts = [[x[s.start : s.start + s.length] for x in whole[s.sequence]] for s in spans]
         rows = torch.cat([torch.cat(p, dim=1) for p in parts])  # [N, h + 2g, D], as projected
         q, k, v = rows.split((kv_heads * group, kv_heads, kv_heads), dim=1)
@@ -350,15 +344,6 @@ def test_kernels_are_for_float32_without_gradients() -> None:
         assert kernels_for(torch.zeros(1)) is None
         with torch.no_grad():
             assert kernels_for(torch.zeros(1)) is not None
-
-
-def test_work_for_many_threads_stays_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, (table,) = poisoned_cache(1, 8), tables_of(list(range(NUM_BLOCKS)), 1)
-    monkeypatch.setattr(kv_cache, "MAX_KERNEL_WORK", 100 * 8)
-    assert cache.attention([table], [Span(0, 99, 1)]).prefers_kernel
-    assert not cache.attention([table], [Span(0, 100, 1)]).prefers_kernel
-    assert not cache.attention([table], [Span(0, 0, 11)]).prefers_kernel
-    assert cache.attention([table] * 2, [Span(0, 100, 1), Span(1, 9, 1)]).prefers_kernel
 
 
 def test_a_table_too_short_for_its_span_is_refused_before_memory_is_touched() -> None:
