@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from peagle.checkpoints.references import load_tokenizer, resolve_model
-from peagle.checkpoints.targets import load_target
 from peagle.config import EngineConfig
 from peagle.engine.engine import Engine, Speculation
+from peagle.engine.loading import load_engine_target
 from peagle.files import write_json
 from peagle.models.drafter import CacheLayout, SequenceDraft
 from peagle.provenance import provenance
@@ -95,8 +95,8 @@ def measure(repeats: int) -> dict[str, Any]:
     folder = resolve_model(MODEL)
     prompt = prompt_ids(folder)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    target = load_target(folder, dtype=torch.float32, device=torch.device("cpu"))
-    config = EngineConfig(max_model_len=1024)
+    config = EngineConfig(device="cpu", dtype="float32", max_model_len=1024)
+    target = load_engine_target(folder, config)
     plain = Engine(target, config)
     answer = run(plain, prompt, 1, NUM_TOKENS)
     oracle = Engine(
@@ -149,8 +149,9 @@ def peak_memory_gib() -> float:
 
 def memory_job() -> float:
     folder = resolve_model(MODEL)
-    target = load_target(folder, dtype=torch.float32, device=torch.device("cpu"))
-    run(Engine(target, EngineConfig()), prompt_ids(folder), BATCH_SIZE, MEMORY_TOKENS)
+    config = EngineConfig(device="cpu", dtype="float32")
+    engine = Engine(load_engine_target(folder, config), config)
+    run(engine, prompt_ids(folder), BATCH_SIZE, MEMORY_TOKENS)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
