@@ -731,12 +731,17 @@ The file's `estimated_gib` is the estimate for uncompiled layers, although these
 # --- CPU -----------------------------------------------------------------------------------------
 
 
+def cores_of(document: dict[str, Any]) -> str:
+    hardware = document["provenance"]["hardware"]
+    return f"{hardware['cores']} cores, {hardware['cpu']}"
+
+
 def speed_on_a_cpu() -> str:
     demo, engine, vllm = result("demo_cpu"), result("engine_cpu"), result("engine_vs_vllm_cpu")
     rows = [
         [
             METHODS.get(m["method"], m["method"]),
-            str(m["num_speculative_tokens"] or ""),
+            "auto" if m["is_auto"] else str(m["num_speculative_tokens"] or ""),
             quantity(m["tokens_per_second"]),
             times(m["speedup"]),
             f"{m['mean_acceptance_length']:.2f}" if m["mean_acceptance_length"] else "",
@@ -763,7 +768,7 @@ def speed_on_a_cpu() -> str:
     return f"""\
 ## SmolLM2-135M on a CPU
 
-2 cores of a Xeon at 2.8 GHz, float32, greedy. All methods of a table gave the same tokens.
+{cores_of(engine)}, float32, greedy. All methods of a table gave the same tokens.
 
 `peagle demo`, {demo["num_prompts"]} prompts, one request at a time (`demo_cpu.json`):
 

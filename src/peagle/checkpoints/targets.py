@@ -16,7 +16,7 @@ from peagle.checkpoints.references import first_line, load_config
 from peagle.checkpoints.stored_tensors import our_name, stored_tensors, stores_experts_as
 from peagle.checkpoints.weights import load_weights
 from peagle.errors import ModelError, PeagleError
-from peagle.kernels.cpu.linear import unpacked
+from peagle.kernels.cpu.linear import Weight
 from peagle.models.config import SUPPORTED_MODEL_TYPES, DecoderConfig
 from peagle.models.experts import has_low_bit_kernel
 from peagle.models.layers import matrix_of
@@ -121,11 +121,11 @@ class TargetTables(NamedTuple):
     """What a compact head borrows from its target, and an exported one must bring along."""
 
     embed_tokens: Tensor  # [V, H]
-    lm_head: Tensor  # [V, H]
+    lm_head: Weight  # [V, H]
 
 
 def tables_of(target: TargetModel) -> TargetTables:
-    return TargetTables(target.embed_tokens.weight, unpacked(matrix_of(target.lm_head)))
+    return TargetTables(target.embed_tokens.weight, matrix_of(target.lm_head))
 
 
 def read_tables(folder: Path, shape: tuple[int, int]) -> TargetTables:

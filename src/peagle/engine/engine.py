@@ -178,7 +178,8 @@ class Engine:
     """Continuous batching over one target and at most one drafter.
 
     On a GPU shapes are static, so that steps are CUDA graphs, and a step is collected while the
-    next one runs; on a CPU shapes are exact and every step is collected at once.
+    next one runs; on a CPU shapes are exact and every step is collected at once. Whoever loads the
+    models binds their kernels: see models.binding.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 them, for a CPU some.
 
 Chosen once per engine by `step_ops`. Signatures and meaning are the reference's, in
-kernels/reference; tests/kernels/gpu holds that both agree.
+kernels/reference; tests/kernels/gpu and tests/kernels/cpu/test_drafts.py hold that both agree.
 """
 
 from __future__ import annotations

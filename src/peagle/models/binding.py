@@ -8,7 +8,7 @@ whether its weights are still where they were.
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from peagle.errors import ConfigError
 from peagle.kernels.cpu.linear import PackedWeight, packed
@@ -38,8 +38,9 @@ def pack_weights(model: nn.Module) -> None:
                 del module.weight
                 module.packed = weight
         elif isinstance(module, Experts):
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                weight = packed(parameter.detach()) if parameter.dim() == 3 else parameter
+            for name in ("gate_up_proj", "down_proj"):
+                weight = getattr(module, name)
+                weight = packed(weight.detach()) if isinstance(weight, Tensor) else weight
                 if isinstance(weight, PackedWeight):
                     delattr(module, name)  # as a parameter
                     setattr(module, name, weight)
@@ -58,5 +59,5 @@ def _check_batch_invariant(model: nn.Module) -> None:
     if device.type != "cuda":
         raise ConfigError(
             f"batch_invariant is an option of the GPU's kernels, and the model is on {device}",
-            hint="drop it; on a CPU steps are batch-invariant without it",
+            hint="drop it; on a CPU steps in float32 are batch-invariant without it as a rule",
         )

@@ -46,8 +46,8 @@ class FusedLayers:
 
     Modules are looked up once, because the lookups cost as much as the layer. Before each call
     the parameters' addresses are compared, so weights that were replaced or moved are found
-    again; a submodule that was replaced is not, and hooks of submodules do not run. After `bind`
-    nothing is compared any more.
+    again; a submodule that was replaced is not, nor is a packed weight, and hooks of submodules do
+    not run. After `bind` nothing is compared any more.
     """
 
     def __init__(
@@ -73,8 +73,9 @@ class FusedLayers:
         inputs: Tensor | None,  # [N, I]: what the first layer's attention reads; None: normed x
         positions: Tensor,  # [N]
         attention: Attention,
-    ) -> Sequence[Tensor] | Tensor | None:
-        """-> the output [N, H] of every layer."""
+        kept_layers: Sequence[int] = (),  # counted from 1
+    ) -> list[Tensor] | None:
+        """-> the outputs [N, H] of all layers; only the kept ones' and the last may be read."""
         if not (self.may_run(x, attention) and isinstance(attention, CachedAttention)):
             return None
         if isinstance(attention, RowsAttention):
@@ -83,7 +84,7 @@ class FusedLayers:
         kernel = self._current().kernel if place else None
         if kernel is None or place is None:
             return None
-        return kernel(x, inputs, self._rotary(positions, x.dtype), place)
+        return kernel(x, inputs, self._rotary(positions, x.dtype), place, kept_layers)
 
     @staticmethod
     def may_run(x: Tensor, attention: Attention) -> bool:

@@ -38,7 +38,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, policy: Policy
 def _packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     kernel = linear_kernel()
     tracked = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    if kernel is None or tracked or x.dtype is not torch.float32:
+    if kernel is None or tracked or x.dtype is not torch.float32:  # gradients, or autocast
         return F.linear(x, weight.unpacked(), bias)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     out = kernel(rows, weight).view(*x.shape[:-1], weight.num_outputs)

@@ -99,7 +99,9 @@ class TargetModel(nn.Module):
         if self.config.embedding_scale != 1.0:
             # Rounded first, as transformers does it.
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype).item()
-        states = None if self._fused is None else self._fused(x, None, positions, attention)
+        states = None
+        if self._fused is not None:
+            states = self._fused(x, None, positions, attention, aux_hidden_state_layers)
         if states is not None:
             kept = {i: states[i - 1] if i else x for i in aux_hidden_state_layers}
             x = states[-1]

@@ -20,11 +20,12 @@ from peagle.checkpoints.files import iter_tensors, read_json, read_tensors
 from peagle.checkpoints.heads.layouts import CONFIG, layout_of
 from peagle.checkpoints.targets import EMBED, OUTPUT, TargetTables
 from peagle.errors import HeadError
+from peagle.kernels.cpu.linear import rows_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from peagle.models.head_config import HeadConfig
+from peagle.models.head_config import HeadConfig
 
 CORRECTION = "correction.safetensors"
 CORRECTION_PREFIX = "correction."  # of its tensors' names
@@ -52,7 +53,8 @@ def read_head_tensors(folder: Path, config: HeadConfig, tables: TargetTables) ->
     if not config.has_embed_tokens and EMBED in tensors:
         _drop_copy(tensors, EMBED, tables.embed_tokens, config.mask_token_id, folder)
     if not config.has_lm_head and OUTPUT in tensors:
-        _drop_copy(tensors, OUTPUT, tables.lm_head[ids.to(tables.lm_head.device)], None, folder)
+        rows = rows_of(tables.lm_head, ids.to(tables.embed_tokens.device))
+        _drop_copy(tensors, OUTPUT, rows, None, folder)
     return tensors
 
 
@@ -155,7 +157,7 @@ def vllm_tensors(
     written[EMBED] = table
     if config.reduced_vocabulary:
         written["d2t"] = ids - torch.arange(len(ids))
-        written.setdefault(OUTPUT, tables.lm_head[ids])
+        written.setdefault(OUTPUT, rows_of(tables.lm_head, ids))
     return written
 
 

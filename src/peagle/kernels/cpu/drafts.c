@@ -11,7 +11,7 @@
 #include <string.h>
 
 enum { LANES = 8, BLOCK = 8 * LANES /* columns */, WORK_FOR_THREADS = 100000 /* columns */ };
-enum { MOST_CANDIDATES = 8, MOST_DEPTHS = 64, MOST_NODES = 63 };
+enum { MOST_CANDIDATES = 8, MOST_DEPTHS = 64, MOST_NODES = 63 }; /* drafts.py sees to it */
 enum { SQUARE = MOST_CANDIDATES * MOST_CANDIDATES, POOL = MOST_CANDIDATES + MOST_DEPTHS * SQUARE };
 
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));

@@ -1,7 +1,8 @@
 """The best tokens of rows, trees of drafts and the target's walk through them, by drafts.c.
 
 They stand in for those of kernels/reference where these are a hundred small tensor operations of a
-few microseconds each: for greedy rows, and for trees whose rows are not shared.
+few microseconds each: for greedy rows and, where slots do not share rows, for the trees of a
+drafter that makes one pass. Everything else goes to the references.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import ctypes
 import functools
 from ctypes import c_int64, c_void_p
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from peagle.config import MAX_DRAFT_NODES, MAX_SPECULATIVE_TOKENS
 from peagle.kernels.cpu.library import Threads, cpu_library
 from peagle.kernels.device_batch import DeviceBatch, StepCounts
 from peagle.kernels.reference import sampling, trees
@@ -75,7 +78,7 @@ class DraftKernels:
         if metadata is not None or not _takes(logits):
             return sampling.sample_tokens(logits, metadata, ids, filters=filters)
         columns, usable = (
-            torch.empty(len(logits), dtype=dtype) for dtype in (torch.int64, torch.bool)
+            logits.new_empty(len(logits), dtype=dtype) for dtype in (torch.int64, torch.bool)
         )
         self._find(logits, columns, None, usable)
         tokens = columns if ids is None else torch.where(usable, ids[columns], 0)
@@ -92,8 +95,8 @@ class DraftKernels:
     ) -> Candidates:
         if metadata is not None or not _takes(logits) or count > BEAM:
             return trees.top_tokens(logits, metadata, ids, count, filters=filters)
-        columns = torch.empty((len(logits), count), dtype=torch.int64)
-        log_probs = torch.empty((len(logits), count))
+        columns = logits.new_empty((len(logits), count), dtype=torch.int64)
+        log_probs = logits.new_empty((len(logits), count))
         self._find(logits, columns, log_probs, None)
         return Candidates(columns if ids is None else ids[columns], log_probs)
 
@@ -122,10 +125,12 @@ class DraftKernels:
         num_nodes: int,
     ) -> None:
         batch, depth, beam = log_probs.shape[:3]
-        if token_ids.dim() == 4 or log_probs.dtype is not torch.float32 or beam > BEAM:
+        fits = log_probs.dtype is torch.float32 and beam <= BEAM and depth <= MAX_SPECULATIVE_TOKENS
+        if token_ids.dim() == 4 or not fits:
             trees.store_tree(state, slots, token_ids, log_probs, num_depths, num_nodes)
             return
         assert state.trees is not None
+        assert 1 <= num_nodes <= MAX_DRAFT_NODES
         columns = state.drafts, *state.trees, state.draft_scores
         assert all(column is None or column.is_contiguous() for column in columns)
         places = _Tree(*(None if column is None else column.data_ptr() for column in columns))
@@ -162,13 +167,13 @@ class DraftKernels:
             drafts, parents = drafts.contiguous(), parents.contiguous()
         num_drafts = counts.num_drafts.contiguous()
         sampled, usable = sampled.contiguous(), usable.contiguous()
-        long = functools.partial(torch.empty, dtype=torch.int64)
+        long = partial(sampled.new_empty, dtype=torch.int64)
         path = TreePath(
             long((batch, depth)),
             long((batch, depth + 1)),
-            torch.empty((batch, depth + 1), dtype=torch.bool),
+            usable.new_empty((batch, depth + 1)),
             long((batch, depth + 1)),
-            long(batch),
+            long((batch,)),
             long((batch, depth + 1)),
         )
         self._walk_trees(

@@ -141,13 +141,14 @@ static void decoder_layer(const pass *p, const float *inputs, int64_t width,
     for_rows(p, add_mlp);
 }
 
-/* states [L, N, H]: every layer's output, from x [N, H]. `inputs` [N, width] is what the first
- * layer's attention reads if not its normed x: so it is in a drafter. scratch: see layers.py. */
-void decoder_layers(float *states, const float *x, const float *inputs, int64_t width,
+/* states: where each layer's output [N, H] goes, from x [N, H]; one place may serve several, which
+ * leaves that of the last. `inputs` [N, width] is what the first layer's attention reads if not its
+ * normed x: so it is in a drafter. scratch: see layers.py. */
+void decoder_layers(float *const *states, const float *x, const float *inputs, int64_t width,
                     const layer *layers, int64_t count, const step_state *s, float *scratch) {
     const step_layout *step = s->layouts[0];
     const int64_t rows = s->rows, queries = step->heads * step->dim, kv = step->kv_heads * step->dim;
-    pass p = {.x = x, .out = states, .s = s, .normed = scratch};
+    pass p = {.x = x, .s = s, .normed = scratch};
     p.qkv = p.normed + rows * s->hidden;
     p.qk = p.qkv + rows * (queries + 2 * kv);
     p.mixed = p.qk + rows * (queries + kv);
@@ -156,12 +157,12 @@ void decoder_layers(float *states, const float *x, const float *inputs, int64_t 
     for (int64_t i = 0; i < count; i++) {
         layer_cache cache = {s->keys[i], s->values[i], layers[i].window};
         p.l = layers + i;
+        p.out = states[i];
         p.behind = i + 1 < count ? p.l + 1 : NULL;
         p.activated = p.gate_up + rows * 2 * p.l->intermediate;
         decoder_layer(&p, inputs ? inputs : p.normed, inputs ? width : s->hidden, &cache,
                       s->layouts[s->tables[i]]);
         inputs = NULL;
         p.x = p.out;
-        p.out += rows * s->hidden;
     }
 }

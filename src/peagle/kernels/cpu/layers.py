@@ -111,8 +111,9 @@ class LayersKernel:
         inputs: Tensor | None,  # [N, I]: what the first layer's attention reads; None: normed x
         rotation: tuple[Tensor, Tensor],  # [N, 1, D] each
         place: CachePlace,
-    ) -> Tensor:
-        """-> [L, N, H]: the output of every layer."""
+        kept_layers: Sequence[int] = (),  # counted from 1; the last is kept anyway
+    ) -> list[Tensor]:
+        """-> the outputs [N, H] of all layers; those that are not kept share one place."""
         step, caches = place.steps[0], place.layers
         self._check(x, inputs, place)
         x, inputs = x.contiguous(), None if inputs is None else inputs.contiguous()
@@ -131,11 +132,15 @@ class LayersKernel:
             layouts.buffer_info()[0],
             ctypes.addressof(team),
         )
-        states = x.new_empty((len(self._layers), rows, hidden))
+        own = {layer - 1 for layer in kept_layers if layer} | {len(self._layers) - 1}
+        places = iter(x.new_empty((len(own) + 1, rows, hidden)))
+        common = next(places)  # for a long prompt, all layers' together would be gigabytes
+        states = [next(places) if n in own else common for n in range(len(self._layers))]
+        addresses = array("Q", (state.data_ptr() for state in states))
         heads = 3 * (step.heads + step.kv_heads) * step.dim
         scratch = x.new_empty(rows * (hidden + heads + 3 * self._inner))
         self._function(
-            states.data_ptr(),
+            addresses.buffer_info()[0],
             x.data_ptr(),
             None if inputs is None else inputs.data_ptr(),
             self._inputs,

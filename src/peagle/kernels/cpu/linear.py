@@ -13,6 +13,7 @@ from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.kernels.cpu.library import Threads, cpu_library, run_on_threads
@@ -77,7 +78,7 @@ def unpacked(weight: Weight) -> Tensor:
 
 def rows_of(weight: Weight, ids: Tensor) -> Tensor:
     """Rows [...] of a weight [O, I] -> [..., I]"""
-    return weight.rows(ids) if isinstance(weight, PackedWeight) else weight[ids]
+    return weight.rows(ids) if isinstance(weight, PackedWeight) else F.embedding(ids, weight)
 
 
 @functools.cache
@@ -133,7 +134,7 @@ class LinearKernel:
         weight = weight.contiguous()
         is_half = self._fits_half(weight.data_ptr(), weight.numel())
         shape = (*experts, -(-outputs // self.width), inputs, self.width)
-        panels = torch.empty(shape, dtype=torch.bfloat16 if is_half else torch.float32)
+        panels = weight.new_empty(shape, dtype=torch.bfloat16 if is_half else torch.float32)
         team = Threads()  # named: it must outlive the calls
         pairs = zip(panels, weight, strict=True) if experts else ((panels, weight),)
         for place, own in pairs:
@@ -145,7 +146,7 @@ class LinearKernel:
         """Rows [...] of a weight [O, I] -> [..., I]"""
         flat = ids.flatten().long().contiguous()
         outputs, inputs = weight.shape
-        out = torch.empty((*ids.shape, inputs))
+        out = weight.panels.new_empty((*ids.shape, inputs), dtype=torch.float32)
         if not self._rows(
             out.data_ptr(),
             weight.place,

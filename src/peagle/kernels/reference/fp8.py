@@ -65,7 +65,7 @@ def product(
     """
     precise = torch.promote_types(dtype, torch.float32)
     wide, wide_weight = rows.values.to(precise), packed(weight.to(precise))
-    kernel = linear_kernel()  # on a CPU: a row's bits are its own
+    kernel = linear_kernel()  # on a CPU, packed for this product alone: a row's bits are its own
     if kernel is not None and isinstance(wide_weight, PackedWeight):
         sums = kernel(wide, wide_weight)
     else:
