@@ -25,7 +25,7 @@ from peagle.kernels.cpu.linear import rows_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-from peagle.models.head_config import HeadConfig
+    from peagle.models.head_config import HeadConfig
 
 CORRECTION = "correction.safetensors"
 CORRECTION_PREFIX = "correction."  # of its tensors' names
