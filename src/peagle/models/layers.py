@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peagle.kernels.cpu.linear import PackedWeight, Weight, linear_kernel, unpacked
+from peagle.kernels.cpu.linear import PackedWeight, Weight, unpacked
 from peagle.kernels.cpu.ops import kernels_for
 from peagle.kernels.policy import FAST, Policy, gpu_takes
 from peagle.kernels.reference.attention import PLAIN, Scores
@@ -36,12 +36,11 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, policy: Policy
 
 
 def _packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    kernel = linear_kernel()
     tracked = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    if kernel is None or tracked or x.dtype is not torch.float32:  # gradients, or autocast
+    if tracked or x.dtype is not torch.float32:  # gradients, or autocast
         return F.linear(x, weight.unpacked(), bias)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    out = kernel(rows, weight).view(*x.shape[:-1], weight.num_outputs)
+    out = weight.product(rows).view(*x.shape[:-1], weight.num_outputs)
     return out if bias is None else out.add_(bias)
 
 

@@ -28,7 +28,7 @@ from peagle.models.binding import pack_weights
 from peagle.models.config import DecoderConfig
 from peagle.models.drafter import CacheLayout, Span
 from peagle.models.layers import matrix_of
-from peagle.models.target import TargetModel
+from peagle.models.target import TargetModel, TargetOutput
 from tests.kernels.cpu.compiler import needs_kernels
 from tests.tiny.models import UNEVEN
 from tests.tolerance import near
@@ -175,6 +175,27 @@ def test_rows_verified_together_have_the_bits_of_rows_decoded_one_by_one(
 def test_rows_shared_out_over_threads_have_the_bits_of_rows_decoded_one_by_one() -> None:
     model = packed(LlamaConfig(**SIZES | {"hidden_size": 2046}))
     assert torch.equal(all_rows(model, [LENGTH]), all_rows(model, [1] * LENGTH))
+
+
+@pytest.mark.parametrize("kept", [(), (0,), (1,), (2, 0), (3,)])
+def test_layers_that_are_not_kept_share_a_place_and_change_nothing(
+    kept: tuple[int, ...], calls: list[int]
+) -> None:
+    model = small("llama")
+
+    def run(layers: tuple[int, ...]) -> TargetOutput:
+        served = Served(model)
+        attention = served.cache.attention(served.tables, [Span(0, 0, LENGTH)])
+        return model(tokens(0), attention.positions, attention, layers)  # type: ignore[no-any-return]
+
+    every, some = run(AUX_LAYERS), run(kept)
+    assert torch.equal(some.hidden, every.hidden)
+    if kept:
+        assert every.aux_hidden_states is not None
+        assert some.aux_hidden_states is not None
+        parts = every.aux_hidden_states.chunk(len(AUX_LAYERS), dim=-1)
+        assert torch.equal(some.aux_hidden_states, torch.cat([parts[i] for i in kept], dim=-1))
+    assert calls == [LENGTH] * 2
 
 
 def test_a_sequence_has_the_same_bits_beside_others() -> None:

@@ -5,16 +5,15 @@
  */
 
 #include "kernels.h"
+#include "vectors.h"
 
 #include <math.h>
 #include <stdatomic.h>
-#include <string.h>
 
-enum { LANES = 8, BLOCK = 8 * LANES /* columns */, WORK_FOR_THREADS = 100000 /* columns */ };
+enum { BLOCK = 8 * LANES /* columns */, WORK_FOR_THREADS = 100000 /* columns */ };
 enum { MOST_CANDIDATES = 8, MOST_DEPTHS = 64, MOST_NODES = 63 }; /* drafts.py sees to it */
 enum { SQUARE = MOST_CANDIDATES * MOST_CANDIDATES, POOL = MOST_CANDIDATES + MOST_DEPTHS * SQUARE };
 
-typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 
 /* The best so far, in falling order; of equal ones the first that came. */
@@ -46,10 +45,10 @@ static int rank_row(ranking *r, const float *logits, int64_t columns) {
     ints is_nan = {0};
     int64_t column = 0;
     for (; column + BLOCK <= columns; column += BLOCK) {
-        lanes best = *(const lanes *)(logits + column);
+        lanes best = load(logits + column);
         is_nan |= best != best;
         for (int i = LANES; i < BLOCK; i += LANES) {
-            lanes x = *(const lanes *)(logits + column + i);
+            lanes x = load(logits + column + i);
             ints larger = x > best;
             is_nan |= x != x;
             best = (lanes)((larger & (ints)x) | (~larger & (ints)best));

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from ctypes import c_int64, c_void_p
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -167,7 +166,7 @@ class DraftKernels:
             drafts, parents = drafts.contiguous(), parents.contiguous()
         num_drafts = counts.num_drafts.contiguous()
         sampled, usable = sampled.contiguous(), usable.contiguous()
-        long = partial(sampled.new_empty, dtype=torch.int64)
+        long = functools.partial(sampled.new_empty, dtype=torch.int64)
         path = TreePath(
             long((batch, depth)),
             long((batch, depth + 1)),

@@ -40,11 +40,13 @@ class PackedWeight:
     def expert(self, index: int) -> PackedWeight:
         return PackedWeight(self.panels[index], self.num_outputs)
 
+    def product(self, x: Tensor) -> Tensor:
+        """[N, I] float32 -> [N, O]"""
+        return _kernel()(x, self)
+
     def rows(self, ids: Tensor) -> Tensor:
         """[...] -> [..., I]"""
-        kernel = linear_kernel()
-        assert kernel is not None
-        return kernel.rows(self, ids)
+        return _kernel().rows(self, ids)
 
     def unpacked(self) -> Tensor:
         """[..., O, I]"""
@@ -86,6 +88,12 @@ def linear_kernel() -> LinearKernel | None:
     """None where there is no library, or torch's threads cannot be used: one would be slower."""
     library = cpu_library() if run_on_threads() else None
     return None if library is None else LinearKernel(library)
+
+
+def _kernel() -> LinearKernel:
+    kernel = linear_kernel()
+    assert kernel is not None, "without it nothing is packed"
+    return kernel
 
 
 class LinearKernel:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.kernels.cpu.linear import PackedWeight, linear_kernel, packed, unpacked
+from peagle.kernels.cpu.linear import PackedWeight, packed
 from peagle.kernels.reference.linear import Norm, rms_norm, silu_mul
 
 FP8 = torch.float8_e4m3fn
@@ -65,11 +65,10 @@ def product(
     """
     precise = torch.promote_types(dtype, torch.float32)
     wide, wide_weight = rows.values.to(precise), packed(weight.to(precise))
-    kernel = linear_kernel()  # on a CPU, packed for this product alone: a row's bits are its own
-    if kernel is not None and isinstance(wide_weight, PackedWeight):
-        sums = kernel(wide, wide_weight)
+    if isinstance(wide_weight, PackedWeight):  # for this product alone: a row's bits are its own
+        sums = wide_weight.product(wide)
     else:
-        sums = F.linear(wide, unpacked(wide_weight))
+        sums = F.linear(wide, wide_weight)
     out = (sums * rows.scales * scales.t()).to(dtype)
     return Sums(out[None], bias, dtype)
 
