@@ -108,7 +108,8 @@ def test_the_end_of_an_api_server_ends_the_server_when_open_answers_are_finished
     with process(model_folder, free_port(), "--api-server-count", "2") as running:
         running.wait_until_ready()
         body = LONG | {"stream": True}
-        connections = [httpx.Client() for _ in range(6)]
+        # The system deals them out by chance: hardly all of so many to the one that is killed.
+        connections = [httpx.Client() for _ in range(16)]
         streams = [
             c.stream("POST", f"{running.url}/v1/completions", json=body) for c in connections
         ]
