@@ -15,10 +15,10 @@ def run() -> None:
         signal.signal(number, lambda received, _frame: os._exit(CONVENTIONAL + received))
 
     from peagle.cli.main import main
-    from peagle.processes import raise_terminated
+    from peagle.processes import raise_interruption
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, raise_terminated)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, raise_interruption)
     code = main(sys.argv[1:])
     # While Python takes itself down an exception would be a traceback.
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -76,9 +76,14 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM as an exception: what cleans up after Ctrl-C does so after it, too."""
 
 
-def raise_terminated(*_: object) -> None:
-    """A handler for SIGTERM."""
-    raise Terminated
+interruptions: list[int] = []  # signals that were raised as exceptions, in this command
+
+
+def raise_interruption(number: int, _frame: FrameType | None = None) -> None:
+    """A handler for SIGINT and SIGTERM. The signal is noted, too: C code that Python interrupts,
+    such as torch's reading of a sequence, may make another error of the exception."""
+    interruptions.append(number)
+    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
 
 class StopSignals:
@@ -109,7 +114,7 @@ class StopSignals:
     def interrupt(self) -> None:
         """Raises what the first signal stands for; nothing where none came."""
         if self.received:
-            raise Terminated if self.received[0] == signal.SIGTERM else KeyboardInterrupt
+            raise_interruption(self.received[0])
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.received.append(number)

@@ -29,7 +29,7 @@ from peagle.bench.results.store import Store, run_name
 from peagle.checkpoints.references import load_config
 from peagle.cli.main import main
 from peagle.data.dataset import Dataset
-from peagle.processes import raise_terminated
+from peagle.processes import raise_interruption
 from peagle.train.features.capture import read_index
 from peagle.train.journal import read_metrics
 
@@ -54,8 +54,8 @@ def imported(model: str) -> None:
 
 def _command(args: list[str], log: Path, ready: Event) -> None:
     """The process of one command line."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, raise_terminated)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, raise_interruption)
     sys.stdout = sys.stderr = log.open("a", encoding="utf-8")
     torch.set_num_threads(1)
     ready.set()

@@ -8,15 +8,17 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from peagle.data.dataset import Dataset, read_manifest
 from peagle.files import held_folder
 from peagle.prepare.answers import EmbeddedAnswers
-from peagle.processes import raise_terminated
+from peagle.processes import raise_interruption
 from tests.prepare.endpoint_server import completion, serving
 
 from .conftest import PREPARE
@@ -147,10 +149,47 @@ def test_a_folder_that_another_process_writes_to_is_refused(
     assert "another process is writing to" in command.err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+SIGNALS = pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+
+
+@pytest.fixture
+def handled() -> Iterator[None]:
+    """SIGINT and SIGTERM as the process of a command takes them."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, raise_interruption) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@SIGNALS
+def test_a_signal_that_torch_makes_another_error_of_is_no_fault(
+    command: Shell, model: str, prompts: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, handled: None, number: int, code: int,
+) -> None:  # fmt: skip
+    class Interrupted:
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> float:
+            signal.raise_signal(number)
+            return 1.0
+
+    def stopped(self: EmbeddedAnswers) -> Any:
+        with pytest.raises(ValueError, match="could not determine the shape") as caught:
+            torch.asarray(Interrupted())
+        raise caught.value
+
+    monkeypatch.setattr(EmbeddedAnswers, "collect", stopped)
+    arguments = ("--model", model, "--prompts", prompts, "--out", str(tmp_path / "d"))
+    assert command(*PREPARE, *arguments) == code
+    assert "unexpected" not in command.err
+
+
+@SIGNALS
 def test_a_signal_keeps_what_is_answered_and_says_how_to_go_on(
     command: Shell, model: str, prompts: str, data: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, number: int, code: int,
+    monkeypatch: pytest.MonkeyPatch, handled: None, number: int, code: int,
 ) -> None:  # fmt: skip
     out = tmp_path / "d"
     arguments = (*PREPARE, "--model", model, "--prompts", prompts, "--out", str(out))
@@ -161,13 +200,9 @@ def test_a_signal_keeps_what_is_answered_and_says_how_to_go_on(
             signal.raise_signal(number)
         return collect(self)
 
-    before = signal.signal(signal.SIGTERM, raise_terminated)
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(EmbeddedAnswers, "collect", stopped)
-            assert command(*arguments, "--max-num-seqs", "1") == code
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with monkeypatch.context() as patch:
+        patch.setattr(EmbeddedAnswers, "collect", stopped)
+        assert command(*arguments, "--max-num-seqs", "1") == code
     assert f"interrupted: {out} keeps 2 rows; give the same command again to go on" in command.err
     assert command(*arguments, "--json") == 0
     assert (command.json["rows"], command.json["already_done"]) == (8, 2)

@@ -38,7 +38,7 @@ from peagle.config import RANGES, expected_value
 from peagle.errors import PeagleError
 from peagle.files import refusal
 from peagle.log import setup_logging
-from peagle.processes import Terminated
+from peagle.processes import Terminated, interruptions, raise_interruption
 
 EXIT_OURS, EXIT_USER = 1, 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 130, 141, 143  # 128 + the signal's number
@@ -166,6 +166,7 @@ def _run(args: list[str]) -> int:
     command = typer.main.get_command(app)
     if COMPLETION in os.environ:
         command.main(args, prog_name="peagle", complete_var=COMPLETION)
+    interruptions.clear()
     try:
         with command.make_context("peagle", args) as context:
             command.invoke(context)
@@ -174,6 +175,10 @@ def _run(args: list[str]) -> int:
     except SystemExit as end:  # rich's answer to a closed pipe
         if isinstance(end.__context__, BrokenPipeError):
             raise end.__context__ from None
+        raise
+    except Exception:
+        if interruptions:  # what came of the signal's own exception
+            raise_interruption(interruptions[0])
         raise
     return 0
 
