@@ -119,7 +119,12 @@ def test_one_tree_is_kept_of_each_method_that_drafts_trees(
 def test_samples_show_one_depth_per_method(grid: tuple[Results, Watcher, Path]) -> None:
     results = grid[0]
     found = {(s.method, s.num_speculative_tokens) for s in results.samples}
-    assert {method for method, _ in found} == {"none", "ngram", "p-eagle (p-eagle)"}
+    # Of the head's chains and trees the fastest is shown, whichever that was.
+    assert {method.replace(" N=9", "") for method, _ in found} == {
+        "none",
+        "ngram",
+        "p-eagle (p-eagle)",
+    }
     assert len(found) == 3
     assert not any(t.drafted for s in results.samples if s.method == "none" for t in s.tokens)
 
