@@ -11,12 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from engine_gpu import closed_loop
+from numpy.typing import NDArray
 
 from peagle.bench.run.backend_client import BackendClient
 from peagle.bench.run.driver import Load, drive
@@ -37,39 +40,70 @@ from peagle.provenance import provenance
 from peagle.sampling_params import SamplingParams
 
 MODEL, HEAD = "smollm2-135m", "smollm2-135m-p-eagle"
-DEPTHS = (0, 7)  # K; 0: plain
 MEMORY = 4 << 30  # bytes of cache that nobody fills
 TOKEN = 260  # ends nothing
 PER_STEP = 4  # tokens that a step with drafts gives
+STEP_SECONDS, ROW_SECONDS = 6e-4, 1.5e-6  # of a faked graph: of which `auto` is told
+SETTINGS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "K = 7": {"num_speculative_tokens": 7},
+    "K = 7, N = 15": {"num_speculative_tokens": 7, "num_draft_nodes": 15},
+    "auto": {"num_speculative_tokens": 15, "num_draft_nodes": 31, "speculation": "auto"},
+}
 
 
 class FakedRunner(Runner):
-    """Each slot says PER_STEP tokens a step, or one where nothing is drafted."""
+    """Each slot says PER_STEP tokens a step, or one where nothing is drafted. Graphs are captured
+    at once."""
+
+    has_graphs = True
+
+    def has_graph(self, shape: StepShape) -> bool:
+        return shape in self._captured
+
+    def capture(self, shape: StepShape) -> None:
+        if shape not in self._captured and self.on_capture is not None:
+            self.on_capture(shape, STEP_SECONDS + ROW_SECONDS * shape.decode_rows)
+        self._captured.add(shape)
+
+    @cached_property
+    def _captured(self) -> set[StepShape]:
+        return set()
 
     def run(
         self,
         shape: StepShape,
-        slots: Sequence[int],
-        caps: Sequence[int],
+        slots: NDArray[np.int64],
+        caps: NDArray[np.int64],
         chunks: Sequence[Chunk],
         host: HostSampling | None = None,
     ) -> Report:
-        shape = self.padded_shape(shape, chunks)
+        self.capture(shape)
         self._inputs(shape, slots, caps, chunks)  # as for a device
-        rows = torch.full((shape.batch, HEADER + shape.depth + 1), TOKEN)
-        rows[:, 0], rows[:, 1], rows[:, 2] = min(PER_STEP, shape.depth + 1), shape.depth, 0
-        return Report(rows, Mark(rows.device))
+        return Report(faked_report(shape), Mark(self.device))
 
 
-def faked_llm(streams: int, depth: int) -> LLM:
-    head = {"model": HEAD, "num_speculative_tokens": depth}
+def faked_report(shape: StepShape) -> torch.Tensor:
+    """Of a step in which each request has the same first drafts accepted."""
+    depth, num_drafts = shape.depth, shape.mean_nodes or shape.num_nodes or shape.depth
+    rows = torch.full((shape.batch, HEADER + depth + 1), TOKEN)
+    rows[:, :HEADER] = torch.tensor([min(PER_STEP, depth + 1, num_drafts + 1), num_drafts, 0])
+    if shape.num_nodes is None:
+        return rows
+    path = torch.arange(1, depth + 1).expand(shape.batch, depth)
+    places = [] if shape.mean_nodes is None else [(path - 1) * shape.batch]
+    return torch.cat((rows, path, *places, torch.zeros(shape.batch, 1, dtype=torch.int64)), 1)
+
+
+def faked_llm(streams: int, drafts: dict[str, Any] | None) -> LLM:
     sizes: dict[str, Any] = {
         "device": "cpu",
         "max_num_seqs": streams,
         "max_model_len": 1024,
         "kv_cache_memory_bytes": MEMORY,
     }
-    llm = LLM(MODEL, speculative_config=head if depth else None, **sizes)
+    head = None if drafts is None else {"model": HEAD, "speculation": "fixed", **drafts}
+    llm = LLM(MODEL, speculative_config=head, **sizes)
     engine = Engine(
         llm.engine.target,
         EngineConfig(**sizes, max_num_batched_tokens=2048),
@@ -79,6 +113,7 @@ def faked_llm(streams: int, depth: int) -> LLM:
         async_scheduling=True,
     )
     engine.runner = FakedRunner(engine.runner.models, [None] * streams, static=True)
+    engine.runner.on_capture = engine._learn_of_graph
     # Blocks as on a GPU, where they need not follow each other.
     blocks = BlockAllocator(engine.allocator.num_blocks, 16, contiguous=False)
     engine.allocator = engine.scheduler.allocator = blocks
@@ -86,8 +121,8 @@ def faked_llm(streams: int, depth: int) -> LLM:
     return llm
 
 
-def measure(streams: int, depth: int, max_tokens: int) -> dict[str, Any]:
-    llm = faked_llm(streams, depth)
+def measure(streams: int, setting: str, max_tokens: int) -> dict[str, Any]:
+    llm = faked_llm(streams, SETTINGS[setting])
     client = BackendClient(llm, Prompter(llm.get_tokenizer()))
     tasks = load_workload("offline").first(4 * streams)
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
@@ -102,7 +137,7 @@ def measure(streams: int, depth: int, max_tokens: int) -> dict[str, Any]:
     best = min(seconds)
     return {
         "streams": streams,
-        "K": depth,
+        "setting": setting,
         "answers": len(tasks),
         "updates": updates,  # requests times steps
         "us_per_update": best / updates * 1e6,
@@ -113,13 +148,15 @@ def measure(streams: int, depth: int, max_tokens: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--streams", type=int, default=128)
+    parser.add_argument("--streams", type=int, nargs="+", default=[128])
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    cells = [measure(args.streams, depth, args.max_tokens) for depth in DEPTHS]
-    for cell in cells:
-        print(json.dumps(cell))
+    cells = []
+    for streams in args.streams:
+        for setting in SETTINGS:
+            cells.append(measure(streams, setting, args.max_tokens))
+            print(json.dumps(cells[-1]))
     if args.out:
         document = {"cells": cells, "provenance": provenance(probe_torch=True)}
         write_json(args.out, document)

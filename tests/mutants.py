@@ -152,8 +152,8 @@ MUTANTS = (
     # Prefix caching.
     Mutant(
         "engine/prefix_cache.py",
-        "(block + 1) * block_size + 1]",
-        "(block + 1) * block_size]",
+        "tokens[first : end + 1]",
+        "tokens[first:end]",
         PREFIXES,
     ),
     Mutant(
@@ -545,6 +545,8 @@ MUTANTS = (
     Mutant("kernels/reference/trees.py", "(1, rows[:, 1:]) - len(rows)", "(1, rows[:, 1:])", AUTO),
     Mutant("engine/engine.py", "(chosen.caps, schedule", "(drafts.caps, schedule", AUTO),
     Mutant("engine/engine.py", " and not shape.num_items:", ":", AUTO),
+    Mutant("engine/engine.py", "mean is not None and mean < nodes", "mean is not None", AUTO),
+    Mutant("engine/engine.py", "if shape.depth and not depth:", "if False:", AUTO),
     Mutant("speculation/budget.py", "< CAPTURE_SECONDS", "< 0", BUDGET),
     Mutant("speculation/budget.py", "+ prompt_rows > room", "> room", BUDGET),
     Mutant("speculation/budget.py", "hopes=True)\n", "hopes=False)\n", BUDGET),

@@ -451,7 +451,7 @@ def test_choices_that_stand_in_for_others_leave_the_answers_alone(
     for chosen, caps in zip(stood_in, graphs.caps, strict=True):
         if chosen is not None:  # what comes with its prompt has no drafts yet
             own, joined = caps[: len(chosen.caps)], caps[len(chosen.caps) :]
-            assert own == chosen.caps.tolist()
+            assert own.tolist() == chosen.caps.tolist()
             assert not any(joined)
 
 

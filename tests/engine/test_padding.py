@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -100,9 +101,9 @@ def test_what_the_padding_slot_holds_changes_no_bit_of_the_others(
         cache_.values[:, cache_.padding_slot] = 1e3
     shape = engines.watched(pair[0]).shapes[-1]
     assert shape.batch == 4
-    slots = list(pair[0].scheduler.running)
+    slots = np.array(list(pair[0].scheduler.running))
     with torch.inference_mode():
-        reports = [e.runner.run(shape, slots, [3] * 3, []).rows().tolist() for e in pair]
+        reports = [e.runner.run(shape, slots, np.full(3, 3), []).rows().tolist() for e in pair]
     assert reports[0][:3] == reports[1][:3]
     assert reports[1][3][:HEADER] == [0, 0, 0]
     states = [e.runner.models.state for e in pair]

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from peagle.config import EngineConfig, Verification
 from peagle.engine.engine import Engine, Speculation
@@ -70,19 +72,19 @@ class WatchedRunner(Runner):
     def run(
         self,
         shape: StepShape,
-        slots: Sequence[int],
-        caps: Sequence[int],
+        slots: NDArray[np.int64],
+        caps: NDArray[np.int64],
         chunks: Sequence[Chunk],
         host: HostSampling | None = None,
     ) -> Report:
-        self.shapes.append(self.padded_shape(shape, chunks))
-        for index in slots:
+        self.shapes.append(shape)
+        for index in slots.tolist():
             self._check_slot(self.engine.scheduler.running[index])
         report = super().run(shape, slots, caps, chunks, host)
         state = self.models.state
         assert state.numbers[1:4, state.padding].tolist() == [0, 0, 0]  # computed, limit, prompt
         assert int(state.num_drafts[state.padding]) == 0
-        computed, limits = state.num_computed[list(slots)], state.limits[list(slots)]
+        computed, limits = state.num_computed[slots], state.limits[slots]
         assert bool(((computed < limits) | (limits == 0)).all())  # 0: it failed
         return report
 

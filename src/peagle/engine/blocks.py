@@ -48,7 +48,10 @@ class BlockTable:
     @property
     def capacity(self) -> int:
         """Positions that all groups have room for."""
-        return min(len(group.blocks) for group in self.groups) * self.block_size
+        num_blocks = len(self.blocks)
+        for other in self.others:
+            num_blocks = min(num_blocks, len(other.blocks))
+        return num_blocks * self.block_size
 
     def append(self, block: int) -> None:
         if len(self.blocks) > self.num_passed and block != self.blocks[-1] + 1:
@@ -105,7 +108,7 @@ class BlockAllocator:
         self.windows = tuple(windows)
         self._pool: BlockPool = RangePool(num_blocks) if contiguous else StackPool(num_blocks)
         self._prefixes = PrefixCache()
-        self._num_references: Counter[int] = Counter()  # of blocks that tables hold
+        self._num_references: dict[int, int] = {}  # of blocks that tables hold
 
     @property
     def num_free(self) -> int:
@@ -214,19 +217,20 @@ class BlockAllocator:
         self._prefixes.check(self._num_references.keys())
 
     def _hold(self, table: BlockTable, block: int) -> None:
-        self._num_references[block] += 1
+        references = self._num_references
+        references[block] = references.get(block, 0) + 1
         table.append(block)
 
     def _release(self, blocks: Sequence[int], reserved: range) -> None:
         """Blocks of one table, in the order in which they may be evicted."""
         unknown: list[int] = []
         for block in blocks:
-            assert self._num_references[block] > 0, f"block {block} freed twice"
-            self._num_references[block] -= 1
-            if not self._num_references[block]:
-                del self._num_references[block]
-                if not self._prefixes.release(block):
-                    unknown.append(block)
+            count = self._num_references.pop(block, 0)
+            assert count > 0, f"block {block} freed twice"
+            if count > 1:
+                self._num_references[block] = count - 1
+            elif not self._prefixes.release(block):
+                unknown.append(block)
         self._pool.give_back(unknown[::-1], reserved)
 
 

@@ -81,5 +81,7 @@ class Clock:
 
     def _add(self, step: Shares, num_requests: int) -> None:
         step.add_to(self._totals, since=Shares())
-        share, own = max(num_requests, 1), self.shares
-        self.shares = Shares(*(a + b / share for a, b in zip(own, step, strict=True)))
+        share, (draft, verify, other) = max(num_requests, 1), self.shares
+        self.shares = Shares(
+            draft + step.draft / share, verify + step.verify / share, other + step.other / share
+        )

@@ -154,6 +154,11 @@ class InFlight(NamedTuple):
         """Whether its drafts were trees."""
         return self.shape.num_nodes is not None
 
+    @property
+    def num_columns(self) -> int:
+        """Tokens in each row of the report, new or not."""
+        return self.shape.depth + 1
+
     def paths(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Which drafts were accepted, counted from 1; 0 behind them."""
         if not self.is_tree:
@@ -283,7 +288,8 @@ class Engine:
                 caps = self.runner.cut_drafts(slots.tolist(), requests, caps)
                 if self.budget is not None and own_drafts is not None:
                     own_drafts = self.budget.after_cut(own_drafts, slots[: len(own_drafts.caps)])
-            step = self._run(slots, caps, hosts, own_drafts, HostSampling(requests))
+            shape = self._shape(slots, hosts)
+            step = self._run(shape, slots, caps, hosts, own_drafts, HostSampling(requests))
             self._in_flight.append(step._replace(is_alone=bool(needs_host.all())))
             schedule = schedule._replace(
                 slots=schedule.slots[~needs_host],
@@ -291,10 +297,11 @@ class Engine:
                 chunks=[c for c in chunks if c not in hosts],
             )
         if schedule:
+            shape = self._shape(schedule.slots, schedule.chunks)
             if drafts is not None and self.runner.has_graphs:
-                schedule, drafts = self._with_graph(schedule, drafts)
+                schedule, drafts = self._with_graph(shape, schedule, drafts)
             num_graphs = self.runner.num_graphs
-            step = self._run(schedule.slots, schedule.caps, schedule.chunks, drafts)
+            step = self._run(shape, schedule.slots, schedule.caps, schedule.chunks, drafts)
             has_captured = self.runner.num_graphs > num_graphs  # while the device waited
             is_alone = not (needs_host.any() or has_captured)
             self._in_flight.append(step._replace(is_alone=is_alone))
@@ -302,6 +309,7 @@ class Engine:
 
     def _run(
         self,
+        shape: StepShape,  # of all drafts that these slots may have
         indices: Column,
         caps: Column,
         chunks: Sequence[Chunk],
@@ -309,16 +317,17 @@ class Engine:
         host: HostSampling | None = None,
     ) -> InFlight:
         batch = self.scheduler.batch
-        shape = self._shape(indices, chunks, drafts)
         if drafts is not None:
+            shape = with_choice(shape, drafts)
             self._count_choice(indices[: len(drafts.caps)], drafts)
+        padded_shape = self.runner.padded_shape(shape, chunks)
         slots = [self.scheduler.running[n] for n in indices.tolist()]
         shown = {
             n: self.runner.read_drafts(slot.index)
             for n, slot in enumerate(slots)
             if slot.request.draft_trees is not None
         }
-        report = self.runner.run(shape, indices.tolist(), caps.tolist(), chunks, host)
+        report = self.runner.run(padded_shape, indices, caps, chunks, host)
         batch.in_flight[indices] += 1
         num_running = len(self.scheduler.running)
         return InFlight(
@@ -330,64 +339,47 @@ class Engine:
             host,
             drafts,
             shape,
-            self.runner.padded_shape(shape, chunks),
+            padded_shape,
             shown,
         )
 
-    def _with_graph(self, schedule: Schedule, drafts: DraftChoice) -> tuple[Schedule, DraftChoice]:
+    def _with_graph(
+        self, shape: StepShape, schedule: Schedule, drafts: DraftChoice
+    ) -> tuple[Schedule, DraftChoice]:
         """With drafts that there is a graph for, unless one is to be captured; timed, if that is
         due."""
         assert self.budget is not None
-        slots, chunks, batch = schedule.slots, schedule.chunks, self.scheduler.batch
-        own = slots[: len(drafts.caps)]  # behind them: requests that came with their prompts
-
-        def padded(choice: DraftChoice) -> StepShape:
-            return self.runner.padded_shape(self._shape(slots, chunks, choice), chunks)
-
+        own = schedule.slots[: len(drafts.caps)]  # behind them: those that came with their prompts
+        padded_shape = self.runner.padded_shape(shape, schedule.chunks)
         chosen = self.budget.captured(
             drafts,
-            batch.num_rows[own] - 1,
-            self.runner.prompt_rows(chunks),
-            lambda choice: self.runner.has_graph(padded(choice)),
+            self.scheduler.batch.num_rows[own] - 1,
+            padded_shape.prompt_rows,
+            lambda choice: self.runner.has_graph(with_choice(padded_shape, choice)),
         )
         if self.budget.needs_timing(chosen):
-            self.runner.capture(self.runner.padded_shape(self._shape(own, (), chosen), ()))
+            alone = with_choice(self._shape(own, ()), chosen)
+            self.runner.capture(self.runner.padded_shape(alone, ()))
         if chosen is drafts:
             return schedule, drafts
         caps = np.concatenate((chosen.caps, schedule.caps[len(own) :]))
         return schedule._replace(caps=caps), chosen
 
-    def _shape(
-        self, indices: Column, chunks: Sequence[Chunk], drafts: DraftChoice | None
-    ) -> StepShape:
+    def _shape(self, indices: Column, chunks: Sequence[Chunk]) -> StepShape:
+        """With drafts as deep and as large as the largest of these slots."""
         batch = self.scheduler.batch
-        prompts = np.array([c.slot.index for c in chunks], dtype=np.int64)
-        reach = int(batch.reach(indices).max(initial=1))
+        slots, reach = indices, int(batch.reach(indices).max(initial=1))
+        if chunks:
+            slots = np.concatenate((indices, [c.slot.index for c in chunks]))
         sampling = SAMPLINGS[batch.sampling[indices].max(initial=0)]
-        shape = StepShape(
+        return StepShape(
             batch=len(indices),
-            depth=0,
+            depth=int(batch.per_step[slots].max()) - 1,
             sampling=sampling,
             by_rejection=self._verification == "rejection" and sampling != "greedy",
             num_splits=self.runner.num_splits(len(indices), reach),
+            num_nodes=int(batch.num_rows[slots].max()) - 1 if self._has_trees else None,
         )
-        return self._with_drafts(shape, np.concatenate((indices, prompts)), drafts)
-
-    def _with_drafts(
-        self, shape: StepShape, slots: Column, drafts: DraftChoice | None
-    ) -> StepShape:
-        """As deep and as large as the largest of these slots, unless fewer drafts were chosen."""
-        batch, is_tree = self.scheduler.batch, self._has_trees
-        depth, nodes = int(batch.per_step[slots].max()) - 1, int(batch.num_rows[slots].max()) - 1
-        feeds, mean = False, None
-        if drafts is not None:
-            feeds = depth > 0 and drafts.depth == 0
-            depth, nodes = min(depth, drafts.depth), min(nodes, drafts.num_drafts)
-            mean = drafts.mean_drafts
-        if not is_tree or feeds:
-            return shape._replace(depth=depth, feeds=feeds)
-        shares = mean is not None and mean < nodes
-        return shape._replace(depth=depth, num_nodes=nodes, mean_nodes=mean if shares else None)
 
     @property
     def _has_trees(self) -> bool:
@@ -400,25 +392,26 @@ class Engine:
         rows = step.report.rows()[: len(step.slots)]
         seconds = self.clock.count(step.report.marks, step.num_requests)
         self._learn(step, rows, seconds)
-        indices, (num_new, num_drafts), batch = step.indices, rows[:, :2].T, self.scheduler.batch
-        is_open = batch.serials[indices] == step.serials
+        num_new, num_drafts, batch = rows[:, 0], rows[:, 1], self.scheduler.batch
+        tokens = rows[:, HEADER : HEADER + step.num_columns]
+        is_open = batch.serials[step.indices] == step.serials
         if step.shown:
             self._keep_trees(step, rows, is_open)
-        batch.in_flight[indices[is_open]] -= 1
-        batch.num_computed[indices[is_open]] += num_new[is_open]
-        continues = is_open & self._continues(indices, rows)
-        is_leaf = rows[:, -1] if step.is_tree else np.zeros_like(num_new)
-        usual = num_drafts[continues], num_new[continues] - 1, is_leaf[continues]
-        batch.outcomes[indices[continues], *usual] += 1
-        self._count(*usual, batch.per_step[indices[continues]] - 1)
+        opened = step.indices[is_open]
+        batch.in_flight[opened] -= 1
+        batch.num_computed[opened] += num_new[is_open]
+        continues = is_open & self._continues(step.indices, num_new, tokens)
+        is_leaf = rows[:, -1] if step.is_tree else np.zeros(len(rows), dtype=np.int64)
+        columns = (step.indices, num_drafts, num_new - 1, is_leaf)
+        self._count(*(column[continues] for column in columns))
         news = []
-        at_once, tokens, counts = continues.tolist(), rows[:, HEADER:].tolist(), num_new.tolist()
-        for n in np.flatnonzero(is_open).tolist():
-            if at_once[n]:
-                request, output_ids = step.slots[n].request, tokens[n][: counts[n]]
+        each = zip(continues.tolist(), tokens.tolist(), num_new.tolist(), strict=True)
+        for n, (goes_on, row, count) in enumerate(each):
+            if goes_on:
+                request, output_ids = step.slots[n].request, row[:count]
                 request.token_ids += output_ids
                 news.append(NewTokens(request, output_ids, []))
-            else:
+            elif is_open[n]:
                 news += self._collect_one(step, n, rows[n].tolist())
         if self._host_drafter is not None:
             self._draft_on_host([s for s in step.slots if not s.closed])
@@ -466,27 +459,32 @@ class Engine:
             costs = self.budget.graph_costs
             costs.start(shape.batch, shape.decode_rows, seconds, is_off=shape.feeds)
 
-    def _continues(self, indices: Column, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def _continues(
+        self, indices: Column, num_new: Column, tokens: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
         """Where tokens came, none of them may end the request, and its limit is not reached."""
-        batch, num_new, tokens = self.scheduler.batch, rows[:, 0], rows[:, HEADER:]
-        is_new = np.arange(tokens.shape[1]) < num_new[:, None]
-        ends = np.zeros_like(is_new)
-        for token in self.eos_token_ids:  # one or two
-            ends |= (tokens == token) & is_new
+        batch = self.scheduler.batch
         # The newest token is not computed.
-        is_short = batch.num_computed[indices] + 1 < batch.limits[indices]
-        is_usual = (batch.ends_early[indices] == 0) & (batch.needs_host[indices] == 0)
-        out: NDArray[np.bool_] = (num_new > 0) & is_short & ~ends.any(1) & is_usual
+        out: NDArray[np.bool_] = batch.num_computed[indices] + 1 < batch.limits[indices]
+        out &= (num_new > 0) & ((batch.ends_early + batch.needs_host)[indices] == 0)
+        for token in self.eos_token_ids:  # one or two
+            rows, columns = (tokens == token).nonzero()
+            out[rows[columns < num_new[rows]]] = False
         return out
 
-    def _count(self, drafted: Column, kept: Column, is_leaf: Column, depths: Column) -> None:
-        """Of requests that continue, with drafts of these depths."""
+    def _count(self, slots: Column, drafted: Column, kept: Column, is_leaf: Column) -> None:
+        """Of requests that continue."""
+        batch = self.scheduler.batch
         self.stats.num_output_tokens += int(kept.sum()) + len(kept)
-        size = self.scheduler.batch.outcomes.shape[1]
+        batch.outcomes[slots, drafted, kept, is_leaf] += 1
+        if not drafted.any():
+            self.stats.observe(0, 0, len(slots))
+            return
+        size, depths = batch.outcomes.shape[1], batch.per_step[slots] - 1
         numbers = (drafted * size + kept) * 2 + is_leaf
         for depth in set(depths.tolist()):  # mostly one
             times = np.bincount(numbers[depths == depth])
-            for number in np.flatnonzero(times).tolist():
+            for number in times.nonzero()[0].tolist():
                 pair, ends_in_leaf = divmod(number, 2)
                 outcome = *divmod(pair, size), int(times[number]), depth
                 self.stats.observe(*outcome, is_leaf=bool(ends_in_leaf))
@@ -688,6 +686,18 @@ class Engine:
     @property
     def _verification(self) -> Verification:
         return self.speculation.verification if self.speculation else "coupled"
+
+
+def with_choice(shape: StepShape, drafts: DraftChoice) -> StepShape:
+    """Of a step that verifies no more than these of its drafts, and drafts no deeper."""
+    depth, nodes, mean = min(shape.depth, drafts.depth), shape.num_nodes, drafts.mean_drafts
+    if shape.depth and not depth:
+        return shape._replace(depth=0, num_nodes=None, feeds=True)
+    if nodes is None:
+        return shape._replace(depth=depth)
+    nodes = min(nodes, drafts.num_drafts)
+    shares = mean is not None and mean < nodes
+    return shape._replace(depth=depth, num_nodes=nodes, mean_nodes=mean if shares else None)
 
 
 def _accepted(rows: NDArray[np.int64], paths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -31,11 +31,16 @@ def extend_keys(
 ) -> None:
     """Adds the keys of blocks that `token_ids` have completed since. `is_drafted`: the blocks hold
     the drafter's rows as well."""
-    for block in range(len(keys), (len(token_ids) - 1) // block_size):
-        first = block * block_size + 1 if block else 0
-        before = keys[-1] if block else bytes([is_drafted])
-        own = np.array(token_ids[first : (block + 1) * block_size + 1], dtype=np.int64)
-        keys.append(sha256(before + own.tobytes()).digest())
+    known, num_blocks = len(keys), (len(token_ids) - 1) // block_size
+    if known >= num_blocks:
+        return
+    begin = known * block_size
+    tokens = np.array(token_ids[begin : num_blocks * block_size + 1], dtype=np.int64)
+    for end in range(block_size, len(tokens), block_size):
+        # Each block's own tokens are those behind the block before it, up to the one behind it.
+        first = end - block_size + 1 if keys else 0
+        before = keys[-1] if keys else bytes([is_drafted])
+        keys.append(sha256(before + tokens[first : end + 1].tobytes()).digest())
 
 
 class PrefixCache:

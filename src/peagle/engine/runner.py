@@ -7,6 +7,7 @@ host waits for nothing until it reads a report.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
@@ -41,7 +42,7 @@ def padded(count: int, sizes: tuple[int, ...]) -> int:
     largest = sizes[-1]
     if count > largest:
         return -(-count // largest) * largest
-    return next(size for size in sizes if size >= count)
+    return sizes[bisect_left(sizes, count)]
 
 
 class Report:
@@ -102,13 +103,12 @@ class Runner:
 
     def run(
         self,
-        shape: StepShape,
-        slots: Sequence[int],
-        caps: Sequence[int],
+        shape: StepShape,  # padded
+        slots: NDArray[np.int64],
+        caps: NDArray[np.int64],
         chunks: Sequence[Chunk],
         host: HostSampling | None = None,
     ) -> Report:
-        shape = self.padded_shape(shape, chunks)
         inputs = self._inputs(shape, slots, caps, chunks)
         if self._memory is None or host is not None:
             return self._run_eagerly(Step(self.models, shape), inputs, host)
@@ -123,10 +123,6 @@ class Runner:
 
     def capture(self, shape: StepShape) -> None:
         self._graph(shape)
-
-    def prompt_rows(self, chunks: Sequence[Chunk]) -> int:
-        """Rows that these take in a step whose shape is padded."""
-        return padded(_num_items(chunks), ITEM_COUNTS) * ROWS_PER_ITEM
 
     def warm_up(self, drafts: DraftShapes, max_rows: int) -> None:
         """Captures the shapes that greedy requests meet: every size of a batch and of prompts, for
@@ -187,15 +183,17 @@ class Runner:
     def _inputs(
         self,
         shape: StepShape,
-        slots: Sequence[int],
-        caps: Sequence[int],
+        slots: NDArray[np.int64],
+        caps: NDArray[np.int64],
         chunks: Sequence[Chunk],
     ) -> Tensor:
         packed, tensors = empty_inputs(shape, self.models.state.padding)
         # The same memory, quicker to write to.
+        tensors.slots.numpy()[: len(slots)] = slots
+        tensors.caps.numpy()[: len(slots)] = caps
+        if not chunks:
+            return packed
         fields = {name: tensor.numpy() for name, tensor in tensors._asdict().items()}
-        fields["slots"][: len(slots)] = slots
-        fields["caps"][: len(slots)] = caps
         item, size = 0, shape.rows_per_item
         for chunk in chunks:
             request, end = chunk.slot.request, chunk.first + chunk.num_rows

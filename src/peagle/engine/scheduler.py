@@ -111,7 +111,7 @@ class Scheduler:
         num_preempted = self._num_preempted
         grown = self._pass_windows() if self.allocator.has_windows else []
         grown += self._make_room()
-        slots = np.flatnonzero(self.batch.ready())
+        slots = self.batch.ready().nonzero()[0]
         caps, drafts = self._caps(slots)
         num_drafts = int(caps.sum())
         if drafts is not None and drafts.mean_drafts is not None:
@@ -121,8 +121,9 @@ class Scheduler:
         if self._num_preempted == num_preempted:  # else the victim would come straight back
             opened = self._admit(budget)
         chunks, joined = self._schedule_prompts(budget)
-        slots = np.concatenate((slots, np.array(joined, dtype=np.int64)))
-        caps = np.concatenate((caps, np.zeros(len(joined), dtype=np.int64)))
+        if joined:
+            slots = np.concatenate((slots, joined))
+            caps = np.concatenate((caps, np.zeros(len(joined), dtype=np.int64)))
         grown = [s for s in dict.fromkeys(grown) if not s.closed] + opened
         return Schedule(slots, caps, chunks, opened, grown, drafts)
 
@@ -321,7 +322,7 @@ class Scheduler:
         """Blocks for one more step of all that decode, the oldest first; may preempt the youngest.
         -> those that have got some."""
         batch = self.batch
-        short = np.flatnonzero(batch.ready() & (batch.reach() > batch.capacity))
+        (short,) = (batch.ready() & (batch.reach() > batch.capacity)).nonzero()
         slots = sorted((self.running[n] for n in short.tolist()), key=lambda s: s.serial)
         for slot in slots:
             self._make_room_for(slot)

@@ -122,6 +122,7 @@ class GraphCosts:
         self._timed: dict[tuple[int, int, bool], int] = {}  # requests, rows, without drafts
         self._points = np.zeros((0, 3))  # their logarithms; the last is 0 or far from it
         self._logs = np.zeros(0)  # logarithm of seconds over guess
+        self._estimates: dict[tuple[int, int, bool], float] = {}  # by what was timed so far
         # Of steps lately: their number, and the means of 1, x, y, x * x, x * y, where x are rows
         # of prompts and y is what came on top.
         self._num_steps, self._means = 0.0, np.zeros(5)
@@ -134,6 +135,7 @@ class GraphCosts:
             self._points = np.vstack((self._points, self._point(batch, np.array([rows]), is_off)))
             self._logs = np.append(self._logs, 0.0)
         self._logs[self._timed[key]] = math.log(seconds / float(self._guess(rows, is_off)))
+        self._estimates.clear()
 
     def is_timed(self, batch: int, rows: int, *, is_off: bool) -> bool:
         return (batch, rows, is_off) in self._timed
@@ -141,7 +143,10 @@ class GraphCosts:
     def observe(self, run: StepRun, *, is_off: bool = False) -> None:
         if run.seconds is None or not self.is_timed(run.batch, run.rows, is_off=is_off):
             return
-        alone = float(self.alone(run.batch, np.array([run.rows]), is_off=is_off)[0])
+        key = run.batch, run.rows, is_off
+        if key not in self._estimates:
+            self._estimates[key] = float(self.alone(key[0], np.array([run.rows]), is_off=is_off)[0])
+        alone = self._estimates[key]
         x, y = run.prompt_rows / self.free_rows, run.seconds / alone - 1.0
         y = alone * min(max(y, 0.0), 4.0)  # nothing that is rare
         self._num_steps = min(self._num_steps + 1, self.MEMORY)
