@@ -27,6 +27,7 @@ from peagle.bench.workloads.prompter import Prompter
 from peagle.bench.workloads.sources import load_workload
 from peagle.config import EngineConfig
 from peagle.engine.blocks import BlockAllocator
+from peagle.engine.build import FREE_ROWS
 from peagle.engine.clock import Mark
 from peagle.engine.engine import Engine
 from peagle.engine.host_sampling import HostSampling
@@ -38,6 +39,7 @@ from peagle.files import write_json
 from peagle.kernels.device_batch import HEADER
 from peagle.provenance import provenance
 from peagle.sampling_params import SamplingParams
+from peagle.speculation.costs import GraphCosts
 
 MODEL, HEAD = "smollm2-135m", "smollm2-135m-p-eagle"
 MEMORY = 4 << 30  # bytes of cache that nobody fills
@@ -114,6 +116,8 @@ def faked_llm(streams: int, drafts: dict[str, Any] | None) -> LLM:
     )
     engine.runner = FakedRunner(engine.runner.models, [None] * streams, static=True)
     engine.runner.on_capture = engine._learn_of_graph
+    if engine.budget is not None:
+        engine.budget.graph_costs = GraphCosts(FREE_ROWS["cuda"])
     # Blocks as on a GPU, where they need not follow each other.
     blocks = BlockAllocator(engine.allocator.num_blocks, 16, contiguous=False)
     engine.allocator = engine.scheduler.allocator = blocks

@@ -548,6 +548,8 @@ MUTANTS = (
     Mutant("engine/engine.py", "mean is not None and mean < nodes", "mean is not None", AUTO),
     Mutant("engine/engine.py", "if shape.depth and not depth:", "if False:", AUTO),
     Mutant("speculation/budget.py", "< CAPTURE_SECONDS", "< 0", BUDGET),
+    Mutant("speculation/budget.py", "key=lambda other: not other", "key=lambda other: 0", BUDGET),
+    Mutant("speculation/budget.py", "max(gain, PROBE_SHARE * RAREST_PROBE)", "gain", BUDGET),
     Mutant("speculation/budget.py", "+ prompt_rows > room", "> room", BUDGET),
     Mutant("speculation/budget.py", "hopes=True)\n", "hopes=False)\n", BUDGET),
     Mutant("speculation/costs.py", "y - max(slope, 0.0) * x", "y", BUDGET),

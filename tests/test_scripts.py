@@ -103,9 +103,12 @@ def test_engine_cpu_compares_four_ways(scripts: Scripts) -> None:
 
 def test_host_work_counts_updates(scripts: Scripts) -> None:
     names = {"MODEL": str(scripts.model), "HEAD": str(scripts.head)}
-    module = scripts.load("benchmarks/host_work.py", **names, DEPTHS=(0, 2), MEMORY=1 << 20)
-    found = scripts.run(module, "--streams", 2, "--max-tokens", 4)
-    assert [cell["K"] for cell in found["cells"]] == [0, 2]
+    chain = {"num_speculative_tokens": 2}
+    tree = chain | {"num_draft_nodes": 3}
+    drafts = {"plain": None, "chain": chain, "tree": tree, "auto": tree | {"speculation": "auto"}}
+    module = scripts.load("benchmarks/host_work.py", **names, SETTINGS=drafts, MEMORY=1 << 20)
+    found = scripts.run(module, "--streams", 1, 2, "--max-tokens", 4)
+    assert [cell["setting"] for cell in found["cells"]] == [*drafts] * 2
     assert all(cell["updates"] > 0 for cell in found["cells"])
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from peagle.speculation.budget import (
     CAPTURE_SECONDS,
+    RAREST_PROBE,
     AcceptanceCurve,
     DraftBudget,
     DraftChoice,
@@ -247,6 +248,32 @@ def test_a_graph_is_captured_when_others_have_lost_what_it_takes() -> None:
     small = make_budget(is_padded=True, max_rows=39)
     few = small.choose(np.arange(4), most, may_explore=False)
     assert small.captured(few, most, 16, lambda other: other.number > few.number) is few
+
+
+@pytest.mark.parametrize("has_other", [False, True], ids=["no-graph", "another-graph"])
+def test_drafts_are_looked_at_again_where_their_graph_is_missing(has_other: bool) -> None:
+    budget = make_budget(is_padded=True)
+    slots, most = np.arange(16), np.full(16, 15)
+    for number, seconds in ((0, 0.001), (1, 0.006), (3, 0.009)):  # it seems that none pay
+        budget.graph_costs.start(16, 16 * (number + 1), seconds, is_off=number == 0)
+
+    def has_graph(choice: DraftChoice) -> bool:
+        return choice.number in ((0, 3) if has_other else (0,))
+
+    looks = []
+    for step in range(20_000):
+        choice = budget.choose(slots, most, may_explore=True)
+        choice = budget.captured(choice, most, 0, has_graph)
+        if choice.number:
+            looks.append(step)
+            assert has_graph(choice) == has_other
+            if not has_other:  # it is captured
+                break
+    assert budget.num_drafts == 0
+    if has_other:
+        assert np.diff(looks).max() <= RAREST_PROBE
+    else:  # not before so many steps have gone by that it costs little
+        assert looks[0] * 0.001 > 10 * CAPTURE_SECONDS
 
 
 def test_graphs_cost_what_they_took_and_between_it_in_between() -> None:

@@ -30,6 +30,9 @@ FIRST_TRIAL, RAREST_TRIAL, RAREST_PROBE = 8, 4096, 256
 WORTH_A_TRIAL = 0.6  # of the best rate: what promises less is not tried
 GAIN_TO_SWITCH = 1.02  # another number must promise so much more: figures are noisy
 CAPTURE_SECONDS = 0.1  # of a CUDA graph
+# While there are no drafts and no graph to look at them with: about the share of time that may go
+# into capturing one.
+PROBE_SHARE = 0.02
 # What is chosen from: few, for each has to be tried, and is a family of CUDA graphs.
 TREE_NUMBERS = (1, 3, 5, 7, 15, 31, 63)
 MOST_OF_MEAN = 4  # times as many nodes as the mean, for requests that are sure of theirs
@@ -231,7 +234,10 @@ class DraftBudget:
             return choice
         number, batch, rates = choice.number, self._padded(len(most)), self._rates
         room = max(self.max_rows, batch * (number + 1) + prompt_rows)
-        for other in sorted(rates, key=rates.__getitem__, reverse=True):
+        others = sorted(rates, key=rates.__getitem__, reverse=True)
+        if not self.num_drafts:  # a look at drafts: any are better than none
+            others.sort(key=lambda other: not other)
+        for other in others:
             if other == number or batch * (other + 1) + prompt_rows > room:
                 continue
             stand_in = self._choice(other, most)
@@ -251,6 +257,8 @@ class DraftBudget:
     def _can_wait(self, choice: DraftChoice, stand_in: DraftChoice, prompt_rows: int) -> bool:
         batch, rate = len(choice.caps), self._rates[stand_in.number]
         gain = 1.0 - rate / max(self._rates.get(choice.number, 0.0), rate)
+        if not self.num_drafts and not stand_in.number:  # what drafts are worth stays unknown
+            gain = max(gain, PROBE_SHARE * RAREST_PROBE)
         seconds = (batch + float(stand_in.expected.sum())) / rate
         key = self._padded(batch), choice.number, prompt_rows
         self._lost[key] = self._lost.get(key, 0.0) + gain * seconds
