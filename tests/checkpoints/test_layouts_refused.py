@@ -70,6 +70,18 @@ LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 @pytest.mark.parametrize(
+    ("window", "named"),
+    [("8", 'sliding_window cannot be "8"'), (7, "less than a tree's depth"), (None, "lacks")],
+)
+def test_windows_that_no_head_has_are_named(
+    window: Any, named: str, raw: Path, target: TargetModel
+) -> None:
+    options = {"layer_types": ["sliding_attention"] * 2, "sliding_window": window}
+    change_config(raw, lambda c: c.update(options))
+    assert named in refused(raw, target).message
+
+
+@pytest.mark.parametrize(
     ("key", "value", "named"),
     [
         ("model_type", "qwen3", "model_type='qwen3' is not supported"),
@@ -82,6 +94,7 @@ LAYERS = "eagle_aux_hidden_state_layer_ids"
         ("quantization_config", {"quant_method": "fp8"}, "quantization_config="),
         ("layer_types", ["full_attention", "sliding_attention"], "'sliding_attention'] are not"),
         ("layer_types", 3, "layer_types 3 are not supported"),
+        ("layer_types", ["sliding_attention"], "lacks sliding_window"),
         ("eagle_config", {"use_aux_hidden_state": False}, "use_aux_hidden_state=false"),
         ("eagle_config", 7, "eagle_config cannot be 7"),
         ("num_aux_hidden_states", 4, "num_aux_hidden_states is 4"),

@@ -45,6 +45,7 @@ HEAD = HeadConfig(
     has_embed_tokens=True,
     has_lm_head=True,
     mask_token_id=999,
+    sliding_window=1536,
 )
 OWN_TABLES = ("embed_tokens.weight", "lm_head.weight")
 
@@ -79,6 +80,8 @@ def test_every_value_is_the_heads_own() -> None:
         "mlp_bias": False,
         "logit_scale": 1.0,
         "tie_word_embeddings": False,
+        "sliding_window": 1536,
+        "layer_types": ["sliding_attention"] * 5,
         "vocab_size": 1000,
         "draft_vocab_size": 700,
         "target_hidden_size": 96,
@@ -125,8 +128,19 @@ def test_older_words_for_rope_say_the_same(rope: dict[str, Any]) -> None:
     assert read(older)["rope_parameters"] == read(options)["rope_parameters"] == rope
 
 
-def test_what_is_written_is_read_back() -> None:
-    assert HeadConfig(**read(written())) == HEAD
+@pytest.mark.parametrize("window", [1536, None])
+def test_what_is_written_is_read_back(window: int | None) -> None:
+    head = replace(HEAD, sliding_window=window)
+    assert HeadConfig(**read(written(head))) == head
+
+
+def test_a_window_that_no_layer_has_is_none() -> None:
+    """So it is in vLLM."""
+    options = written()
+    options["layer_types"] = ["full_attention"] * 5
+    assert read(options)["sliding_window"] is None
+    del options["layer_types"]
+    assert read(options)["sliding_window"] is None
 
 
 def test_what_is_written_is_read_back_through_the_speculators_layout() -> None:

@@ -29,7 +29,9 @@ HEADS: dict[str, dict[str, Any]] = {
     "p-eagle": {"num_hidden_layers": 1},
     "p-eagle, 2 layers": {"num_hidden_layers": 2},
     "p-eagle, reduced vocabulary": {"num_hidden_layers": 2, "draft_vocab_size": 15},
+    "p-eagle, windowed": {"num_hidden_layers": 2, "sliding_window": 9},
     "eagle3": {"method": "eagle3"},
+    "eagle3, windowed": {"method": "eagle3", "sliding_window": 8},
     "eagle3, reduced vocabulary": {"method": "eagle3", "draft_vocab_size": 15},
     "eagle3, normed output": {"method": "eagle3", "norm_output": True, "has_lm_head": True},
 }

@@ -62,9 +62,15 @@ def eagle3() -> Drafter:
     return head_drafter(SHALLOW.make_head(target(), "eagle3", norm_output=True))
 
 
+@cache
+def windowed(method: str) -> Drafter:
+    return head_drafter(SHALLOW.make_head(target(), method, sliding_window=8))
+
+
 def all_drafters(jobs: list[Job]) -> list[Drafter]:
     """Trees out of one pass, right and wrong; of a beam, likewise; and of earlier matches."""
-    return [scripted(jobs), head(), corrected(), beam(jobs), eagle3(), NgramDrafter(1, 3)]
+    one_pass = [scripted(jobs), head(), corrected(), windowed("p-eagle")]
+    return [*one_pass, beam(jobs), eagle3(), windowed("eagle3"), NgramDrafter(1, 3)]
 
 
 def beam(jobs: list[Job], ranks: tuple[int, ...] = (0, 1, 2, 7)) -> drafters.ScriptedBeam:

@@ -146,8 +146,8 @@ def acceptance(stats: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("method", "kind"),
     [
-        *(("p-eagle", kind) for kind in ("random", "trained", "corrected")),
-        *(("eagle3", kind) for kind in ("random", "trained")),
+        *(("p-eagle", kind) for kind in ("random", "trained", "corrected", "windowed")),
+        *(("eagle3", kind) for kind in ("random", "trained", "windowed")),
     ],
 )
 def test_greedy_acceptance_is_the_engines_for_every_k(
@@ -157,6 +157,7 @@ def test_greedy_acceptance_is_the_engines_for_every_k(
         "random": lambda: random_head(method),
         "trained": lambda: trained_head(method, tmp_path),
         "corrected": lambda: random_head(method, correction_size=12),
+        "windowed": lambda: random_head(method, sliding_window=9),
     }[kind]()
     params = SamplingParams(temperature=0.0, max_tokens=21)
     runs = [run_engine(network, k, params) for k in range(1, K + 1)]
@@ -172,11 +173,11 @@ def test_greedy_acceptance_is_the_engines_for_every_k(
     assert result.acceptance_length(K) > (1.4 if kind == "trained" else 1.0)
 
 
-@pytest.mark.parametrize("correction_size", [None, 12])
+@pytest.mark.parametrize("changes", [{}, {"correction_size": 12}, {"sliding_window": 9}])
 def test_acceptance_of_trees_is_the_engines_for_every_number_of_nodes(
-    correction_size: int | None, tmp_path: Path
+    changes: dict[str, int], tmp_path: Path
 ) -> None:
-    network = random_head("p-eagle", correction_size=correction_size)
+    network = random_head("p-eagle", **changes)
     params = SamplingParams(temperature=0.0, max_tokens=21)
     sizes = (1, 3, 7, 20)
     runs = [run_engine(network, K, params, num_draft_nodes=n) for n in sizes]

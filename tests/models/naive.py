@@ -88,8 +88,10 @@ class NaiveHead:
         )
         dim = self.config["head_dim"]
         group = self.config["num_attention_heads"] // self.config["num_key_value_heads"]
+        window = self.config["sliding_window"] or len(inputs)
         states = []
         for i, residual in enumerate(residuals):
+            first = max(0, i + 1 - window)
             heads = []
             for head in range(self.config["num_attention_heads"]):
                 own = slice(head * dim, (head + 1) * dim)
@@ -97,10 +99,10 @@ class NaiveHead:
                 query = self.rotated(queries[i][own], positions[i])
                 scores = [
                     query @ self.rotated(keys[j][shared], positions[j]) / math.sqrt(dim)
-                    for j in range(i + 1)
+                    for j in range(first, i + 1)
                 ]
                 weights = torch.softmax(torch.stack(scores), dim=0)
-                heads.append(sum(w * values[j][shared] for j, w in enumerate(weights)))
+                heads.append(sum(w * values[j][shared] for j, w in enumerate(weights, first)))
             attended = self.tensors[f"{name}.self_attn.o_proj.weight"] @ torch.cat(heads)
             state = residual + attended
             normed = self.norm(state, f"{name}.post_attention_layernorm")

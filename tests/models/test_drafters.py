@@ -39,6 +39,7 @@ P_EAGLE_HEADS: dict[str, dict[str, Any]] = {
     "reduced-own-tables": {**REDUCED, **OWN_TABLES},
     "own-tables": OWN_TABLES,
     "narrow": NARROW,
+    "windowed": {"sliding_window": 8},
 }
 EAGLE3_HEADS: dict[str, dict[str, Any]] = {
     "1-layer": {},
@@ -48,6 +49,7 @@ EAGLE3_HEADS: dict[str, dict[str, Any]] = {
     "reduced-vocabulary": REDUCED,
     "reduced-own-tables": {**REDUCED, **OWN_TABLES, "norm_output": True},
     "narrow": NARROW,
+    "windowed": {"num_hidden_layers": 2, "sliding_window": 8},
 }
 FORMS = pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
 METHODS = pytest.mark.parametrize("method", ["p-eagle", "eagle3"])

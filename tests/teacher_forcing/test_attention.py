@@ -11,6 +11,7 @@ from peagle.models.attention import MaskedAttention
 from peagle.models.masks import Elements, dense_mask
 from peagle.teacher_forcing import attention
 from peagle.teacher_forcing.attention import FlexAttention, classify_blocks
+from peagle.teacher_forcing.draft_model import context_for
 from peagle.teacher_forcing.partition import Segment, Shapes, build_segments, supervised_runs
 from peagle.train.cod import draw_depths, retentions
 from tests.tiny import training
@@ -93,3 +94,23 @@ def test_flex_attention_equals_dense_attention(
     flex = FlexAttention(segment.elements, segment.positions, (None, 16))
     expected = dense(0, q, k, v, window)
     torch.testing.assert_close(flex(0, q, k, v, window), expected, **near(terms=n))
+
+
+@pytest.mark.slow
+@settings(max_examples=5)
+@given(sizes, st.integers(0, 99), st.sampled_from([None, 16, 1, 0, -2]))
+def test_rows_behind_their_anchor_see_the_same_context_in_both_forms(
+    lengths: list[int], seed: int, window: int | None
+) -> None:
+    row = training.packed(lengths, sum(lengths))
+    n = len(row.token_ids)
+    slot = torch.arange(n, dtype=torch.int32)
+    elements, position = Elements(slot, torch.zeros_like(slot), row.document), row.position.long()
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(n, 4, 16, generator=generator)
+    k, v = torch.randn(2, n, 2, 16, generator=generator)
+    out, lse = context_for(elements, position).with_lse(q, k, v, window)
+    flex = FlexAttention(elements, position, (window,)).with_lse(q, k, v, window)
+    sees_some = lse.isfinite()  # elsewhere the output weighs nothing
+    torch.testing.assert_close(flex[0][sees_some], out[sees_some], **near(terms=n))
+    torch.testing.assert_close(flex[1], lse, **near(terms=n))

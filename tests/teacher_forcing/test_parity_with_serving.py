@@ -20,6 +20,7 @@ from tests.tiny import drafters, training
 from tests.tiny.models import DEEP
 
 K = 4
+WINDOWS = pytest.mark.parametrize("window", [None, 8])
 
 
 class TrueTokens:
@@ -53,9 +54,12 @@ def document(row_tokens: Tensor, model: object, start: int, length: int) -> tupl
     return tokens, aux_hidden_states
 
 
-def test_training_logits_at_anchor_and_depth_are_those_of_the_served_draft_token() -> None:
+@WINDOWS
+def test_training_logits_at_anchor_and_depth_are_those_of_the_served_draft_token(
+    window: int | None,
+) -> None:
     model = DEEP.make_target()
-    network = training.trainable_head(model)
+    network = training.trainable_head(model, sliding_window=window)
     row = training.packed([14, 17], capacity=33)
     counts = supervised_runs(row).clamp(max=K)
     (segment,) = build_segments(row, counts, [0, 33], torch.ones(K))
@@ -69,15 +73,15 @@ def test_training_logits_at_anchor_and_depth_are_those_of_the_served_draft_token
             torch.testing.assert_close(logits[at][0], served[depth])
 
 
+@WINDOWS
 @pytest.mark.parametrize("norm_output", [False, True])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_test_time_training_logits_are_those_of_the_served_draft_token(
-    norm_output: bool, layers: int
+    norm_output: bool, layers: int, window: int | None
 ) -> None:
     model = DEEP.make_target()
-    network = training.trainable_head(
-        model, "eagle3", norm_output=norm_output, num_hidden_layers=layers
-    )
+    changes = {"norm_output": norm_output, "num_hidden_layers": layers, "sliding_window": window}
+    network = training.trainable_head(model, "eagle3", **changes)
     row = training.packed([14, 17], capacity=33)
     features = OnlineFeatures(model, (2, 3, 5))(row)
     steps = unroll(network, features, row.document, row.position, K)

@@ -52,9 +52,11 @@ class KernelAttention:
         window: int | None,
         scores: Scores = PLAIN,
     ) -> Tensor:
-        return self.with_lse(q, k, v)[0]
+        return self.with_lse(q, k, v, window)[0]
 
-    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor]:
         out, lse = _Kernel.apply(q, k, v)  # type: ignore[no-untyped-call]
         return out, lse
 

@@ -74,8 +74,10 @@ def test_unrolling_with_flex_attention_trains_like_dense(monkeypatch: pytest.Mon
     flex = torch.cat(draft_model.unroll(network, features, document, position, 4))
     flex_gradient = gradient(network, flex)
 
-    def context(elements: Elements, positions: torch.Tensor) -> draft_model.ContextAttention:
-        return draft_model.DenseContext(dense_mask(elements))
+    def context(
+        elements: Elements, positions: torch.Tensor, windows: object
+    ) -> draft_model.ContextAttention:
+        return draft_model.DenseContext(MaskedAttention(dense_mask(elements), positions))
 
     monkeypatch.setattr(draft_model, "context_for", context)
     expected = torch.cat(draft_model.unroll(network, features, document, position, 4))

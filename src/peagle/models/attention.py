@@ -120,7 +120,7 @@ class MaskedAttention:
         window: int | None,
         scores: Scores = PLAIN,
     ) -> Tensor:
-        mask = self.mask if window is None else self.mask & (self.distance < window)
+        mask = self.visible(window)
         if not scores.is_softmax:
             return attend(q, k, v, mask, scores)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, N, D]
@@ -128,6 +128,10 @@ class MaskedAttention:
             q, k, v, attn_mask=mask, scale=scores.scale, enable_gqa=True
         )
         return out[0].transpose(0, 1)
+
+    def visible(self, window: int | None) -> Tensor:
+        """[N, N]"""
+        return self.mask if window is None else self.mask & (self.distance < window)
 
 
 def causal_attention(positions: Tensor) -> MaskedAttention:

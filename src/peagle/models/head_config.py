@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, get_args
 from peagle.errors import HeadError, ModelError
 from peagle.models.config import DecoderConfig
 from peagle.models.rope import rope_parameters
+from peagle.speculation.trees import MAX_BEAM_DEPTH
 
 HeadMethod = Literal["p-eagle", "eagle3"]
 
@@ -58,6 +59,7 @@ class HeadConfig:
     mlp_bias: bool = False
     mask_token_id: int | None = None  # where an exported table keeps the mask embedding
     correction_size: int | None = None  # width of models/correction.py; None: it has none
+    sliding_window: int | None = None  # positions that a row sees, its own included; None: all
 
     def __post_init__(self) -> None:
         if self.method not in get_args(HeadMethod):
@@ -67,7 +69,8 @@ class HeadConfig:
         sizes = (
             "target_hidden_size target_num_hidden_layers vocab_size hidden_size intermediate_size "
             "num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-            "max_position_embeddings draft_vocab_size max_speculative_tokens correction_size"
+            "max_position_embeddings draft_vocab_size max_speculative_tokens correction_size "
+            "sliding_window"
         )
         for name in sizes.split():
             value = getattr(self, name)
@@ -80,6 +83,11 @@ class HeadConfig:
             )
         if self.correction_size is not None and self.method != "p-eagle":
             raise HeadError("correction_size belongs to p-eagle heads: others draft in sequence")
+        if self.sliding_window is not None and self.sliding_window < MAX_BEAM_DEPTH:
+            raise HeadError(
+                f"sliding_window {self.sliding_window} is less than a tree's depth",
+                hint=f"use {MAX_BEAM_DEPTH} or more",
+            )
         if not self.aux_hidden_state_layer_ids:
             raise HeadError("aux_hidden_state_layer_ids is empty")
         if "rope_theta" not in self.rope_parameters:  # no silent default
@@ -99,6 +107,7 @@ class HeadConfig:
         return self.draft_vocab_size < self.vocab_size
 
     def decoder(self) -> DecoderConfig:
+        window = self.sliding_window
         try:
             inverse_frequencies, rope_scale = rope_parameters(
                 self.rope_parameters,
@@ -123,6 +132,7 @@ class HeadConfig:
             qkv_bias=self.attention_bias,
             output_bias=self.attention_bias,
             mlp_bias=self.mlp_bias,
+            sliding_windows=() if window is None else (window,) * self.num_hidden_layers,
         )
 
     def check_fits(self, target: TargetSizes) -> None:

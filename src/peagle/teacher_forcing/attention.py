@@ -72,10 +72,12 @@ class FlexAttention:
         share = (lse - scores.sinks.to(lse.dtype)[:, None]).sigmoid()
         return (out * share[..., None].to(out.dtype))[0].transpose(0, 1)  # type: ignore[no-any-return]
 
-    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor]:
         """-> the output [N, heads, D] and the log of the softmax's denominator [N, heads]."""
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        mask = self.masks[None]
+        mask = self.masks[window]
         out, lse = self.flex(q, k, v, block_mask=mask, enable_gqa=True, return_lse=True)
         return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
@@ -100,7 +102,9 @@ def block_mask(elements: Elements, positions: Tensor, window: int | None = None)
     num_rows = len(elements.anchor)
     possible, certain = classify_blocks(elements)
     if window is not None:
-        certain = torch.zeros_like(certain)
+        position = Extremes.of(positions)
+        possible = possible & (position.low[:, None] - position.high[None, :] < window)
+        certain = certain & (position.high[:, None] - position.low[None, :] < window)
     partial_counts, partial_indices = _ordered(possible & ~certain)
     full_counts, full_indices = _ordered(certain)
     return BlockMask.from_kv_blocks(

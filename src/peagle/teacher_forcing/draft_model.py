@@ -85,7 +85,8 @@ def segment_hidden(network: EagleNetwork, segment: Segment, features: Features) 
         network, features.next_tokens[here], features.aux_hidden_states[here], segment.num_masks
     )
     padding = len(segment.positions) - len(embeddings)
-    attention = attention_for(segment.elements, segment.positions)
+    window = network.config.sliding_window
+    attention = attention_for(segment.elements, segment.positions, (window,))
     out: Tensor = network(
         F.pad(embeddings, (0, 0, 0, padding)),
         F.pad(row_features, (0, 0, 0, padding)),
@@ -109,7 +110,9 @@ def unroll(
     """
     slot = torch.arange(len(document), device=document.device, dtype=torch.int32)
     elements = Elements(slot, torch.zeros_like(slot), document)
-    attention = ChainAttention(context_for(elements, position))
+    window = network.config.sliding_window
+    windows = tuple(window_at(step, window) for step in range(num_steps))
+    attention = ChainAttention(context_for(elements, position, windows))
     last_position = network.config.max_position_embeddings - 1
     tokens, feature = features.next_tokens, network.features(features.aux_hidden_states)
     steps: list[Tensor] = []
@@ -139,44 +142,59 @@ class ChainAttention:
         window: int | None,
         scores: Scores = PLAIN,
     ) -> Tensor:
-        assert window is None, "heads have no sliding window"
         assert scores.is_default
         keys, values = self.keys.setdefault(layer, []), self.values.setdefault(layer, [])
         keys.append(k)
         values.append(v)
-        out, lse = self.context.with_lse(q, keys[0], values[0])
-        if len(keys) == 1:
+        step = len(keys) - 1
+        out, lse = self.context.with_lse(q, keys[0], values[0], window_at(step, window))
+        if not step:
             return out
-        own_keys = torch.stack([_per_head(x, q.shape[1]) for x in keys[1:]])  # [j, n, h, D]
-        own_values = torch.stack([_per_head(x, q.shape[1]) for x in values[1:]])
+        first = 1 if window is None else max(1, step - window + 1)
+        own_keys = torch.stack([_per_head(x, q.shape[1]) for x in keys[first:]])  # [j, n, h, D]
+        own_values = torch.stack([_per_head(x, q.shape[1]) for x in values[first:]])
         precise = torch.promote_types(q.dtype, torch.float32)
         products = (q * own_keys).sum(-1, dtype=precise) * q.shape[-1] ** -0.5  # [j, n, h]
         shares = torch.cat((lse[None].to(precise), products)).softmax(0).to(q.dtype)[..., None]
         return shares[0] * out + (shares[1:] * own_values).sum(0)
 
 
+def window_at(step: int, window: int | None) -> int | None:
+    """Of the real rows, for a row that stands so many positions behind its anchor."""
+    return None if window is None else window - step
+
+
 class ContextAttention(Protocol):
-    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+    def with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class DenseContext:
     """Attention to the real rows with the log of the softmax's denominator on any device."""
 
-    def __init__(self, mask: Tensor) -> None:
-        self.mask = mask  # [n, n]
+    def __init__(self, rows: MaskedAttention) -> None:
+        self.rows = rows
 
-    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor]:
         k, v = (_per_head(x, q.shape[1]) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-        scores = scores.masked_fill(~self.mask, float("-inf"))
+        visible = self.rows.visible(window)
+        sees_none = ~visible.any(-1, keepdim=True)  # the window ends behind the anchor
+        scores = scores.masked_fill(~(visible | sees_none), float("-inf"))
         out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
-        return out, scores.logsumexp(-1).transpose(0, 1)
+        lse = scores.logsumexp(-1).masked_fill(sees_none[:, 0], float("-inf"))
+        return out, lse.transpose(0, 1)
 
 
-def context_for(elements: Elements, positions: Tensor) -> ContextAttention:
+def context_for(
+    elements: Elements, positions: Tensor, windows: tuple[int | None, ...] = (None,)
+) -> ContextAttention:
     if elements.anchor.is_cuda:
-        return FlexAttention(elements, positions, flex=compiled_flex_attention())
-    return DenseContext(MaskedAttention(dense_mask(elements), positions).mask)
+        return FlexAttention(elements, positions, windows, compiled_flex_attention())
+    return DenseContext(MaskedAttention(dense_mask(elements), positions))
 
 
 def _per_head(x: Tensor, num_heads: int) -> Tensor:

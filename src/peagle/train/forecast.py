@@ -37,6 +37,7 @@ def forecast(setup: Setup, total_steps: int, num_steps: int = 10) -> dict[str, A
     per_step = measured.seconds / num_steps
     row, fetched = measured.last.row, measured.last.fetched
     segment = measured.last.segments[0].to(device)
+    window = trainer.model.network.config.sliding_window
     return {
         "seconds_per_step": per_step,
         "tokens_per_second": measured.metrics.tokens / measured.seconds,
@@ -47,7 +48,7 @@ def forecast(setup: Setup, total_steps: int, num_steps: int = 10) -> dict[str, A
         "warm_up_seconds": measured.warm_up,
         "target_seconds": _seconds(lambda: trainer.source(row, fetched), device),
         "mask_seconds": _seconds(
-            lambda: attention_for(segment.elements, segment.positions), device
+            lambda: attention_for(segment.elements, segment.positions, (window,)), device
         ),
         "peak_memory_gib": _peak_memory(device),
         **run_length(setup.recipe, total_steps, per_step),

@@ -51,6 +51,7 @@ def head_config(recipe: Recipe, target: DecoderConfig, rope: dict[str, Any]) -> 
         norm_output=head.norm_output,
         mask_token_id=head.mask_token_id,
         correction_size=head.correction_size,
+        sliding_window=head.sliding_window,
     )
 
 

@@ -60,6 +60,11 @@ class HeadSection:
         Ge(1),
         Doc("Draft only this many tokens, the most frequent ones.", if_none="all"),
     ] = None
+    sliding_window: Annotated[
+        int | None,
+        Ge(1),
+        Doc("Positions that a row of the head sees, its own included.", if_none="all"),
+    ] = None
     norm_before_residual: Annotated[bool, Doc("The residual takes the normed input.")] = False
     norm_output: Annotated[bool, Doc("EAGLE-3: the next pass reads the normed output.")] = False
     mask_token_id: Annotated[

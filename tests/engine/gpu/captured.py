@@ -31,6 +31,7 @@ OPTIONS: dict[str, Any] = {"max_num_seqs": BATCH, "block_size": 4, "enable_prefi
 HEADS: dict[str, dict[str, Any]] = {
     "p-eagle": {"num_hidden_layers": 2, "draft_vocab_size": 15},
     "eagle3": {"method": "eagle3"},
+    "p-eagle, windowed": {"num_hidden_layers": 2, "sliding_window": 150},
 }
 CORRECTED = HEADS["p-eagle"] | {"correction_size": 24}
 

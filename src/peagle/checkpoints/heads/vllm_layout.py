@@ -31,6 +31,7 @@ OWN_FIELDS = (
     *("target_model", "target_num_hidden_layers", "max_position_embeddings"),
     *("max_speculative_tokens", "num_speculative_tokens", "has_embed_tokens", "has_lm_head"),
 )
+FULL, SLIDING = "full_attention", "sliding_attention"
 UNNAMED_TARGET = "an unnamed target"  # the layout does not say whom a head is for
 # Keys that change what a layer computes, and the one value that our layers compute.
 ONLY: dict[str, Any] = {
@@ -72,6 +73,9 @@ def write_options(
         },
         OURS: {name: getattr(config, name) for name in OWN_FIELDS},
     }
+    if config.sliding_window is not None:
+        kinds = [SLIDING] * config.num_hidden_layers
+        options |= {"sliding_window": config.sliding_window, "layer_types": kinds}
     if mask_token_id is not None:
         options |= dict.fromkeys(MASK_KEYS, mask_token_id)
     return options
@@ -100,6 +104,7 @@ def read_options(
         **{name: _needed(options, name, where) for name in SIZES},
         **{name: options.get(name, False) for name in SWITCHES},
         "rope_parameters": _rope(options, where),
+        "sliding_window": _sliding_window(options, where),
         "num_speculative_tokens": DEFAULT_SPECULATIVE_TOKENS,
         "max_speculative_tokens": MAX_SPECULATIVE_TOKENS,  # the layout does not say
         "has_embed_tokens": "embed_tokens.weight" in tensors,
@@ -116,14 +121,21 @@ def _refuse_other_networks(options: Mapping[str, Any], where: str) -> None:
             raise HeadError(
                 f"{where}: {name}={options[name]!r} is not supported", hint=f"{value!r} is"
             )
-    kinds = options.get("layer_types") or []
-    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise HeadError(f"{where}: layer_types {kinds} are not supported", hint="full_attention is")
     if object_at(options, "eagle_config", where).get("use_aux_hidden_state", True) is not True:
         raise HeadError(
             f"{where}: use_aux_hidden_state=false is not supported",
             hint="that is an EAGLE-1 head: it reads the last hidden state alone",
         )
+
+
+def _sliding_window(options: Mapping[str, Any], where: str) -> Any:
+    """Without `layer_types` vLLM lets every layer see everything, whatever window is named."""
+    kinds = options.get("layer_types") or [FULL]
+    known = kinds[0] if isinstance(kinds, list) else None
+    if known not in (FULL, SLIDING) or kinds != [known] * len(kinds):
+        hint = f"{FULL} or {SLIDING}, the same for all layers, is"
+        raise HeadError(f"{where}: layer_types {kinds} are not supported", hint=hint)
+    return None if known == FULL else _needed(options, "sliding_window", where)
 
 
 def _needed(options: Mapping[str, Any], name: str, where: str, default: str = "") -> Any:

@@ -163,7 +163,6 @@ def _run(
 ) -> None:
     (_, heads, dim), kv_heads = q.shape, keys.shape[1]
     group = heads // kv_heads
-    assert not (window and rows.first_row), "the positions of earlier rows are not known here"
     if policy.batch_invariant:
         sizes = batch_invariant_tile(dim)
     else:
@@ -387,12 +386,16 @@ def _attend(
             sees = may_read[None, :] & (is_before[None, :] | is_ancestor)
             if WINDOW > 0:
                 own = tl.load(positions_ptr + first + row, mask=row < num_rows, other=0)
-                own = own.to(tl.int32)
-                theirs = positions_ptr + first + key - start
-                in_item = may_read & (key >= start) & (key < start + num_rows)
-                key_position = tl.load(theirs, mask=in_item, other=0).to(tl.int32)
-                key_position = tl.where(is_before, key, key_position)
-                sees = sees & (key_position[None, :] > own[:, None] - WINDOW)
+                in_window = key[None, :] > own.to(tl.int32)[:, None] - WINDOW
+                if FIRST_ROW > 0:  # as in the reference
+                    in_window = in_window | ~is_before[None, :]
+                else:
+                    theirs = positions_ptr + first + key - start
+                    in_item = may_read & (key >= start) & (key < start + num_rows)
+                    key_position = tl.load(theirs, mask=in_item, other=0).to(tl.int32)
+                    key_position = tl.where(is_before, key, key_position)
+                    in_window = key_position[None, :] > own.to(tl.int32)[:, None] - WINDOW
+                sees = sees & in_window
         scores = tl.where(sees, scores, float("-inf"))
         peak = tl.maximum(tl.ceil(tl.max(scores, axis=1)), LOWEST)
         weights = tl.exp2(scores - peak[:, None])

@@ -123,8 +123,9 @@ def _visible_in_trees(rows: PagedRows, ancestors: Tensor, window: int | None) ->
     visible = (place < 0) | (is_ancestor & (place < 64))
     if window is None:
         return visible
-    assert not rows.first_row, "the positions of earlier rows are not known here"
     position = _by_item(rows, rows.positions).view(shape)
+    if rows.first_row:  # where its earlier rows stand is not known here; no window is so short
+        return visible & ((place >= 0) | (key > position - window))
     own = place.clamp(0, rows.rows_per_item - 1).long()
     key_position = torch.where(place < 0, key, position.transpose(1, 2).gather(2, own))
     return visible & (key_position > position - window)
