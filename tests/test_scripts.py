@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from peagle.engine.memory import target_memory
-from tests.tiny import engines
+from tests.tiny import engines, training
 from tests.tiny.folders import write_head, write_model
 from tests.tiny.jobs import prompts
-from tests.tiny.models import SHALLOW, head_drafter
+from tests.tiny.models import SHALLOW, VOCAB, head_drafter
 
 from .test_docs import script
 
@@ -167,6 +167,19 @@ def test_training_is_timed_with_the_target_in_the_process(scripts: Scripts) -> N
         speed = row["tokens"] / row["seconds_per_step"]
         assert row["tokens_per_second"] == pytest.approx(speed)
     assert found["target_gib"] > 0
+
+
+def test_a_window_counts_where_contexts_are_longer(scripts: Scripts) -> None:
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(VOCAB, (60,), generator=generator) for _ in range(30)]
+    training.write_dataset(scripts.folder / "data", documents)
+    module = scripts.load("benchmarks/sliding_windows.py")
+    flags = f"--model {scripts.model} --heads {scripts.head} --windows 0 1000 8 --spec-tokens 3"
+    found = scripts.run(module, *flags.split(), "--data", scripts.folder / "data")
+    assert [cell["sliding_window"] for cell in found["cells"]] == [None, 1000, 8]
+    none, wide, narrow = (cell["by_context"]["all"]["<512"] for cell in found["cells"])
+    assert none["tokens"] == sum(len(tokens) - 3 - 1 for tokens in documents)
+    assert none == wide != narrow
 
 
 def test_gains_of_trees_compare_drafts_over_the_same_answers(scripts: Scripts) -> None:
