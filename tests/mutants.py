@@ -42,6 +42,7 @@ COUNTS = ("speculation/test_acceptance_counts.py",)
 COD = "train/test_cod.py", "teacher_forcing/test_partition.py"
 PARTITION = ("teacher_forcing/test_partition.py",)
 LOSSES = ("train/test_losses.py",)
+HEAD_WINDOWS = "teacher_forcing/test_parity_with_serving.py", "evaluate/test_engine_agreement.py"
 DATASET = ("data/test_dataset.py",)
 OPTIMIZER = ("train/test_optimizer.py",)
 LAYOUT = ("checkpoints/test_vllm_layout.py",)
@@ -348,6 +349,39 @@ MUTANTS = (
         PARTITION,
     ),
     Mutant("teacher_forcing/partition.py", " and load.fits(middle)", "", PARTITION),
+    Mutant("teacher_forcing/partition.py", "index - 1 - reach", "index - reach", PARTITION),
+    Mutant(
+        "models/head_config.py",
+        "self.num_hidden_layers * (window - 1)",
+        "self.num_hidden_layers * (window - 2)",
+        PARTITION,
+    ),
+    Mutant("teacher_forcing/draft_model.py", "else window - step", "else window", HEAD_WINDOWS),
+    Mutant("teacher_forcing/draft_model.py", "step - window + 1)", "step - window)", HEAD_WINDOWS),
+    Mutant(
+        "teacher_forcing/draft_model.py",
+        "(segment.elements, segment.positions, (window,))",
+        "(segment.elements, segment.positions)",
+        HEAD_WINDOWS,
+    ),
+    Mutant(
+        "teacher_forcing/attention.py",
+        "position.low[:, None] - position.high[None, :] < window",
+        "position.high[:, None] - position.low[None, :] < window",
+        ("teacher_forcing/test_attention.py",),
+    ),
+    Mutant(
+        "teacher_forcing/attention.py",
+        "certain & (position.high[:, None] - position.low[None, :] < window)",
+        "certain & (position.low[:, None] - position.high[None, :] < window)",
+        ("teacher_forcing/test_attention.py",),
+    ),
+    Mutant(
+        "kernels/reference/attention.py",
+        "(place >= 0) | (key > position - window)",
+        "(place >= 0) | (key >= position - window)",
+        ("engine/test_trees.py",),
+    ),
     # A loss weighted by acceptance
     Mutant(
         "teacher_forcing/partition.py",

@@ -219,7 +219,7 @@ def check_lengths(dataset: Dataset, context: int) -> Finding:
         f"rows have {rows['mean']:.0f} tokens, the longest {rows['max']}; answers "
         f"{answers['mean']:.0f}; the target's context is {context}"
     )
-    hint = "acceptance falls beyond the lengths trained: prepare longer conversations or answers"
+    hint = "acceptance falls beyond these lengths: prepare longer rows, or set head.sliding_window"
     return graded("lengths", message, warning=4 * rows["max"] < context, hint=hint)
 
 
@@ -338,6 +338,7 @@ def examine_head(
         dataset = Dataset(data)
         rows = sample_rows(dataset)
         yield check_mask_id(head_config, rows)
+        yield check_window(head_config, int(dataset.lengths.max()))
         yield check_coverage(pair, rows)
         yield from check_acceptance(pair, dataset)
 
@@ -368,6 +369,13 @@ def check_mask_id(head: HeadConfig, rows: Rows) -> Finding:
     message = f"the mask id {head.mask_token_id} occurs {found} times in the data"
     hint = "a served token with this id gets the mask's embedding: choose an unused id"
     return graded("mask id", message, warning=False, error=found > 0, hint=hint)
+
+
+def check_window(head: HeadConfig, longest_row: int) -> Finding:
+    sees = min(head.sliding_window or head.max_position_embeddings, head.max_position_embeddings)
+    message = f"the head sees up to {sees} positions, the longest row has {longest_row}"
+    hint = "it drafts worse behind longer contexts: set sliding_window in its config.json"
+    return graded("window", message, warning=sees > 2 * longest_row, hint=hint)
 
 
 def check_coverage(pair: Pair, rows: Rows) -> Finding:

@@ -116,6 +116,7 @@ def test_an_untrained_head_is_found_by_its_acceptance(
     found = examine_head(command, tmp_path / "head", model, data)
     assert found["fit"] == found["layer ids"] == found["head's context"] == found["mask id"] == "ok"
     assert found["draft vocabulary"] == "ok"
+    assert found["window"] == "warning"
     assert found["acceptance"] in ("error", "warning")
 
 
@@ -133,10 +134,12 @@ def test_what_is_wrong_with_a_head_is_found(
         draft_vocab_size=40,
         mask_token_id=int(row.token_ids[3]),
         target_model="another",
+        sliding_window=8,
     )
     assert found["layer ids"] == found["head's context"] == "warning"
     assert found["head's target"] == "warning"
     assert found["mask id"] == found["draft vocabulary"] == "error"
+    assert found["window"] == "ok"
 
 
 def test_d2t_out_of_range_is_a_finding(

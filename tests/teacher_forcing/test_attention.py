@@ -50,13 +50,19 @@ def test_the_dense_mask_is_the_definition(lengths: list[int], seed: int) -> None
 
 
 @settings(max_examples=25)
-@given(sizes, st.integers(0, 99), st.sampled_from([1, 128]))
+@given(
+    st.lists(st.integers(1, 90), min_size=1, max_size=5) | st.just([700]),
+    st.integers(0, 99),
+    st.sampled_from([1, 128]),
+    st.sampled_from([None, 8, 130, 300]),
+)
 def test_block_classes_never_hide_a_visible_pair(
-    lengths: list[int], seed: int, padded: int
+    lengths: list[int], seed: int, padded: int, window: int | None
 ) -> None:
-    elements = segment_of(lengths, seed, padded).elements
-    possible, certain = classify_blocks(elements)
-    pairs = blocks_of(dense_mask(elements))
+    segment = segment_of(lengths, seed, padded)
+    rows = MaskedAttention(dense_mask(segment.elements), segment.positions)
+    possible, certain = classify_blocks(segment.elements, segment.positions, window)
+    pairs = blocks_of(rows.visible(window))
     assert not (pairs.any(-1) & ~possible).any()
     assert not (certain & ~pairs.all(-1)).any()
 
@@ -70,12 +76,16 @@ def blocks_of(mask: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_block_classes_visit_hardly_more_blocks_than_needed() -> None:
+@pytest.mark.parametrize(("window", "most"), [(None, 1.1), (150, 1.25)])
+def test_block_classes_visit_hardly_more_blocks_than_needed(
+    window: int | None, most: float
+) -> None:
     lengths = torch.randint(50, 400, (14,), generator=torch.Generator().manual_seed(0)).tolist()
-    elements = segment_of(lengths, seed=0, padded=128).elements  # as on GPU
-    pairs = blocks_of(dense_mask(elements))
-    possible, certain = classify_blocks(elements)
-    assert possible.sum() <= 1.1 * pairs.any(-1).sum()
+    segment = segment_of(lengths, seed=0, padded=128)  # as on GPU
+    rows = MaskedAttention(dense_mask(segment.elements), segment.positions)
+    pairs = blocks_of(rows.visible(window))
+    possible, certain = classify_blocks(segment.elements, segment.positions, window)
+    assert possible.sum() <= most * pairs.any(-1).sum()
     assert certain.sum() >= 0.95 * pairs.all(-1).sum()
 
 

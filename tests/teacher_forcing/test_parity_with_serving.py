@@ -8,16 +8,19 @@ from torch import Tensor
 
 from peagle.models.attention import causal_attention
 from peagle.models.drafter import Packing
+from peagle.models.eagle import EagleNetwork
 from peagle.models.eagle3 import Eagle3Drafter
 from peagle.models.output import OutputRows
 from peagle.models.p_eagle import PEagleDrafter
 from peagle.models.rollouts import rollout_hidden
-from peagle.teacher_forcing.attention import attention_for
+from peagle.teacher_forcing import draft_model
+from peagle.teacher_forcing.attention import FlexAttention, attention_for
 from peagle.teacher_forcing.draft_model import segment_hidden, unroll
 from peagle.teacher_forcing.features import Features, OnlineFeatures
 from peagle.teacher_forcing.partition import build_segments, supervised_runs
 from tests.tiny import drafters, training
 from tests.tiny.models import DEEP
+from tests.tolerance import near
 
 K = 4
 WINDOWS = pytest.mark.parametrize("window", [None, 8])
@@ -37,12 +40,16 @@ class TrueTokens:
 
 
 def served_logits(
-    drafter: PEagleDrafter | Eagle3Drafter, tokens: Tensor, aux_hidden_states: Tensor, anchor: int
+    drafter: PEagleDrafter | Eagle3Drafter,
+    tokens: Tensor,
+    aux_hidden_states: Tensor,
+    anchor: int,
+    k: int = K,
 ) -> Tensor:
     """[K, V]: what the drafter says when it starts after the token at anchor + 1."""
     chooser = TrueTokens(tokens, anchor)
-    drafters.propose(drafter, tokens[: anchor + 2], aux_hidden_states, K, chooser)
-    return torch.stack([chooser.logits[d] for d in range(K)])
+    drafters.propose(drafter, tokens[: anchor + 2], aux_hidden_states, k, chooser)
+    return torch.stack([chooser.logits[d] for d in range(k)])
 
 
 def document(row_tokens: Tensor, model: object, start: int, length: int) -> tuple[Tensor, Tensor]:
@@ -91,6 +98,42 @@ def test_test_time_training_logits_are_those_of_the_served_draft_token(
         for depth in range(K):
             trained = network.logits(steps[depth][14 + anchor])
             torch.testing.assert_close(trained, served[depth])
+
+
+def test_a_chain_may_be_longer_than_its_window() -> None:
+    model, k = DEEP.make_target(), 11
+    network = training.trainable_head(model, "eagle3", num_hidden_layers=2, sliding_window=8)
+    row = training.packed([20], capacity=20)
+    features = OnlineFeatures(model, (2, 3, 5))(row)
+    steps = unroll(network, features, row.document, row.position, k)
+    tokens, aux_hidden_states = document(row.token_ids, model, 0, 20)
+    served = served_logits(Eagle3Drafter(network), tokens, aux_hidden_states, 6, k)
+    for depth in range(k):
+        torch.testing.assert_close(network.logits(steps[depth][6]), served[depth])
+
+
+@WINDOWS
+def test_flex_attention_trains_what_is_served(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU's attention; compiled it is the same."""
+    model, row = DEEP.make_target(torch.float32), training.packed([14, 17], capacity=33)
+    (segment,) = build_segments(row, supervised_runs(row).clamp(max=K), [0, 33], torch.ones(K))
+    features = OnlineFeatures(model, (2, 3, 5))(row)
+    sizes = {"sliding_window": window, "head_dim": 16}  # as wide as it takes
+    for method in ("p-eagle", "eagle3"):
+        network = training.trainable_head(model, method, **sizes).requires_grad_(False)
+
+        def states(network: EagleNetwork = network, method: str = method) -> Tensor:
+            if method == "p-eagle":
+                return segment_hidden(network, segment, features)
+            return torch.cat(unroll(network, features, row.document, row.position, K))
+
+        expected = states()
+        with monkeypatch.context() as patch:
+            patch.setattr(draft_model, "attention_for", FlexAttention)
+            patch.setattr(draft_model, "context_for", FlexAttention)
+            torch.testing.assert_close(states(), expected, **near(expected, terms=64, depth=4))
 
 
 def test_rows_laid_out_for_training_equal_the_general_rollout() -> None:

@@ -45,12 +45,19 @@ def counts_of(row: PackedRow, seed: int) -> torch.Tensor:
     return draw_depths(supervised_runs(row), retentions(4, 0.8, 0.0), generator)
 
 
-@given(rows, st.integers(0, 9), st.lists(st.integers(0, 40), max_size=4))
+@given(
+    rows,
+    st.integers(0, 9),
+    st.lists(st.integers(0, 40), max_size=4),
+    st.none() | st.integers(0, 12),
+)
 def test_any_boundaries_train_each_element_once_with_all_it_may_see(
-    row: PackedRow, seed: int, cuts: list[int]
+    row: PackedRow, seed: int, cuts: list[int], reach: int | None
 ) -> None:
-    counts = counts_of(row, seed)
-    segments = build_segments(row, counts, [0, *sorted(cuts), 40], torch.ones(4))
+    counts, boundaries = counts_of(row, seed), [0, *sorted(cuts), 40]
+    segments = build_segments(row, counts, boundaries, torch.ones(4), reach=reach)
+    sizes = [len(segment.positions) for segment in segments]
+    assert sizes == [size for size in segment_sizes(row, counts, boundaries, reach) if size]
     in_loss = []
     for segment in segments:
         held = set(zip(*(f.tolist() for f in segment.elements[:2]), strict=True))
@@ -58,6 +65,7 @@ def test_any_boundaries_train_each_element_once_with_all_it_may_see(
             slot, depth, document = (int(f[index]) for f in segment.elements)
             in_loss.append((slot, depth))
             start = int((row.document == document).nonzero()[0])
+            start = start if reach is None else max(start, slot - reach)
             assert {(s, 0) for s in range(start, slot + 1)} <= held
             assert {(slot, d) for d in range(depth + 1)} <= held
         whole = {slot: int(counts[slot]) for slot in segment.elements.anchor[segment.rows].tolist()}
@@ -66,20 +74,21 @@ def test_any_boundaries_train_each_element_once_with_all_it_may_see(
     assert sorted(in_loss) == expected
 
 
-@given(rows, st.integers(0, 9), st.integers(1, 3))
+@given(rows, st.integers(0, 9), st.integers(1, 3), st.none() | st.integers(0, 12))
 @settings(max_examples=30)
 def test_balanced_boundaries_make_the_largest_segment_smallest(
-    row: PackedRow, seed: int, num_segments: int
+    row: PackedRow, seed: int, num_segments: int, reach: int | None
 ) -> None:
     counts = counts_of(row, seed)
-    ours = max(segment_sizes(row, counts, balanced_boundaries(row, counts, num_segments)))
+    balanced = balanced_boundaries(row, counts, num_segments, reach)
+    ours = max(segment_sizes(row, counts, balanced, reach))
     best = min(
-        max(segment_sizes(row, counts, [0, *cuts, 40]))
+        max(segment_sizes(row, counts, [0, *cuts, 40], reach))
         for cuts in itertools.combinations_with_replacement(range(41), num_segments - 1)
     )
     assert ours == best
-    under = boundaries_under(row, counts, best)
-    assert max(segment_sizes(row, counts, under)) <= best
+    under = boundaries_under(row, counts, best, reach)
+    assert max(segment_sizes(row, counts, under, reach)) <= best
     assert len(under) - 1 <= num_segments
 
 
@@ -104,13 +113,20 @@ def test_each_loss_row_has_the_weight_of_its_own_depth(
 
 
 def gradients(
-    num_segments: int, packed: list[PackedRow], weighting: Weighting
+    num_segments: int,
+    packed: list[PackedRow],
+    weighting: Weighting,
+    window: int | None,
+    reach: int | None,
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of one step over all rows, in float64."""
     model = DEEP.make_target()
-    network = training.trainable_head(model, has_embed_tokens=True, has_lm_head=True)
+    own = {"has_embed_tokens": True, "has_lm_head": True}
+    network = training.trainable_head(model, sliding_window=window, **own)
     planner = PEaglePlanner(
-        retentions(4, 0.8, 0.0), 0.9 ** torch.arange(4).double(), num_segments=num_segments
+        *(retentions(4, 0.8, 0.0), 0.9 ** torch.arange(4).double()),
+        num_segments=num_segments,
+        reach=reach,
     )
     optimizer = build_optimizer(network, OptimizerSection())
     draft_model = DraftModel(network)
@@ -138,16 +154,18 @@ def gradients(
     return trainer.take_metrics().loss, kept
 
 
+@pytest.mark.parametrize("window", [None, 8])
 @pytest.mark.parametrize(
     ("num_segments", "weighting"),
     [(2, "depth"), (3, "depth"), (5, "depth"), (2, "acceptance"), (5, "acceptance")],
 )
 def test_loss_and_gradients_equal_those_of_one_segment(
-    num_segments: int, weighting: Weighting
+    num_segments: int, weighting: Weighting, window: int | None
 ) -> None:
     packed = [training.packed([30, 21, 8], 64, seed=1), training.packed([60], 64, seed=2)]
-    loss, expected = gradients(1, packed, weighting)
-    partitioned_loss, partitioned = gradients(num_segments, packed, weighting)
+    reach = DEEP.head_config(sliding_window=window).reach
+    loss, expected = gradients(1, packed, weighting, window, None)
+    partitioned_loss, partitioned = gradients(num_segments, packed, weighting, window, reach)
     assert partitioned_loss == pytest.approx(loss, abs=1e-9)
     assert partitioned.keys() == expected.keys()
     for name, gradient in expected.items():

@@ -13,6 +13,7 @@ from peagle.train.cod import retentions
 from peagle.train.losses import ChunkedLoss, LossKind, Rollouts, Tables, Truth
 from peagle.train.planner import build_planner
 from tests.tiny import training
+from tests.tiny.models import DEEP
 
 C, H, V, N = 23, 8, 17, 30
 
@@ -120,7 +121,9 @@ def test_a_step_down_weighted_cross_entropy_is_one_up_the_expected_acceptance_le
 
 def test_drawn_depths_give_the_gradient_of_whole_rollouts_on_average(tmp_path: Path) -> None:
     loss, cod = {"weighting": "acceptance", "depth_decay": 0.9}, {"retention": 0.6, "floor": 0.2}
-    planner = build_planner(training.recipe(tmp_path, loss=loss, cod=cod), 5)
+    planner = build_planner(
+        training.recipe(tmp_path, loss=loss, cod=cod), DEEP.head_config(max_speculative_tokens=5)
+    )
     p, depth = torch.tensor([0.9, 0.5, 0.8, 0.7, 0.95]).double(), torch.arange(5)
     share = retentions(5, 0.6, 0.2)
     drawn_so_deep = share - F.pad(share[1:], (0, 1))  # [5]: exactly 1 .. 5 elements

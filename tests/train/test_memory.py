@@ -243,5 +243,5 @@ def test_checkpointing_and_compilation_keep_less() -> None:
 def test_a_segment_fills_its_budget_and_no_more() -> None:
     rows = max_rows(budget=1000, fixed=90, per_row=7, least=100)
     assert 90 + rows * 7 <= 1000 < 90 + (rows + 1) * 7
-    with pytest.raises(ConfigError, match="cannot hold the 131 rows of the longest document"):
+    with pytest.raises(ConfigError, match="cannot hold the 131 rows that a segment needs"):
         max_rows(budget=1000, fixed=90, per_row=7, least=131)

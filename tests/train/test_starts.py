@@ -71,7 +71,7 @@ def test_without_the_embeddings_part_it_says_what_the_target_says(data: Path) ->
     assert isinstance(first, FirstLayer)
     row = training.packed([20, 12], 32)
     features = OnlineFeatures(target, tuple(AUX_LAYERS))(row)
-    (segment,) = build_planner(training.recipe(data), 4)(row, torch.Generator()).segments
+    (segment,) = build_planner(training.recipe(data), made.config)(row, torch.Generator()).segments
     with torch.no_grad():
         noisy = real_rows(made, segment, features)
         first.self_attn.qkv_proj.weight[:, :16] = 0.0  # what it starts to learn from noise

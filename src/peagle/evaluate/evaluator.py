@@ -220,8 +220,9 @@ class Evaluator:
         if network.config.method == "eagle3":
             segments = [unrolled_segment(row, counts, weights, self.shapes)]
         else:
-            boundaries = boundaries_under(row, counts, self.max_rows)
-            segments = build_segments(row, counts, boundaries, weights, self.shapes)
+            reach = network.config.reach
+            boundaries = boundaries_under(row, counts, self.max_rows, reach)
+            segments = build_segments(row, counts, boundaries, weights, self.shapes, reach)
         last = network.config.max_position_embeddings - 1  # beyond it nothing is drafted
         return [s._replace(positions=s.positions.clamp(max=last)) for s in segments]
 

@@ -106,6 +106,12 @@ class HeadConfig:
     def reduced_vocabulary(self) -> bool:
         return self.draft_vocab_size < self.vocab_size
 
+    @property
+    def reach(self) -> int | None:
+        """Rows before a row that its state depends on, through all layers; None: all."""
+        window = self.sliding_window
+        return None if window is None else self.num_hidden_layers * (window - 1)
+
     def decoder(self) -> DecoderConfig:
         window = self.sliding_window
         try:

@@ -100,11 +100,7 @@ def compiled_flex_attention() -> Callable[..., Any]:
 
 def block_mask(elements: Elements, positions: Tensor, window: int | None = None) -> BlockMask:
     num_rows = len(elements.anchor)
-    possible, certain = classify_blocks(elements)
-    if window is not None:
-        position = Extremes.of(positions)
-        possible = possible & (position.low[:, None] - position.high[None, :] < window)
-        certain = certain & (position.high[:, None] - position.low[None, :] < window)
+    possible, certain = classify_blocks(elements, positions, window)
     partial_counts, partial_indices = _ordered(possible & ~certain)
     full_counts, full_indices = _ordered(certain)
     return BlockMask.from_kv_blocks(
@@ -150,7 +146,9 @@ class Extremes(NamedTuple):
         return cls(*blocks.aminmax(dim=1))
 
 
-def classify_blocks(elements: Elements) -> tuple[Tensor, Tensor]:
+def classify_blocks(
+    elements: Elements, positions: Tensor, window: int | None
+) -> tuple[Tensor, Tensor]:
     """[blocks, blocks] twice: may the pair of blocks hold a visible pair; must all be visible."""
     anchor, depth, document = (Extremes.of(field) for field in elements)
     documents_meet = _meet(document, document)
@@ -163,6 +161,10 @@ def classify_blocks(elements: Elements) -> tuple[Tensor, Tensor]:
     key_all_real = (depth.high == 0)[None, :]
     key_all_before = anchor.high[None, :] <= anchor.low[:, None]
     certain = documents_meet & one_document & key_all_real & key_all_before
+    if window is not None:
+        position = Extremes.of(positions)
+        possible = possible & (position.low[:, None] - position.high[None, :] < window)
+        certain = certain & (position.high[:, None] - position.low[None, :] < window)
     if len(elements.anchor) % BLOCK:  # the last block holds rows that do not exist
         certain[:, -1] = False
         certain[-1, :] = False

@@ -7,7 +7,8 @@ S = 1, also where a row's weight depends on the other rows of its rollout.
 
 Boundaries are set so that the largest segment is as small as possible, context included: with
 equal ranges of positions the last segment would hold nearly everything. Context begins at the
-segment's first document, not at slot 0.
+segment's first document, not at slot 0, and where a head has sliding windows, no further back than
+they reach through all its layers (`reach`).
 
 Shapes: n tokens of a packed row, R rows of a segment, C loss rows, K depths.
 """
@@ -106,8 +107,9 @@ def build_segments(
     boundaries: list[int],
     depth_weights: Tensor,  # [K]
     shapes: Shapes = UNPADDED,
+    reach: int | None = None,  # rows before a row that its state depends on; None: all
 ) -> list[Segment]:
-    starts = document_starts(row)
+    starts = context_starts(row, reach)
     return [
         pad_segment(_segment(row, counts, int(starts[begin]), begin, end, depth_weights), shapes)
         for begin, end in pairwise(boundaries)
@@ -187,13 +189,17 @@ def pad_segment(segment: Segment, shapes: Shapes) -> Segment:
     )
 
 
-def segment_sizes(row: PackedRow, counts: Tensor, boundaries: list[int]) -> list[int]:
+def segment_sizes(
+    row: PackedRow, counts: Tensor, boundaries: list[int], reach: int | None = None
+) -> list[int]:
     """Rows of each segment, context included."""
-    load = _SegmentRows(row, counts)
+    load = _SegmentRows(row, counts, reach)
     return [load.rows(b, e) for b, e in pairwise(boundaries)]
 
 
-def balanced_boundaries(row: PackedRow, counts: Tensor, num_segments: int) -> list[int]:
+def balanced_boundaries(
+    row: PackedRow, counts: Tensor, num_segments: int, reach: int | None = None
+) -> list[int]:
     """0 = B_0 <= ... <= B_S = n with the smallest possible largest segment.
 
     Binary search over the size that each segment may have: filling segments greedily up to a
@@ -201,7 +207,7 @@ def balanced_boundaries(row: PackedRow, counts: Tensor, num_segments: int) -> li
     """
     if num_segments == 1:
         return [0, len(row.token_ids)]
-    load = _SegmentRows(row, counts)
+    load = _SegmentRows(row, counts, reach)
     low, high = 1, load.rows(0, load.n)
     while low < high:
         middle = (low + high) // 2
@@ -213,34 +219,36 @@ def balanced_boundaries(row: PackedRow, counts: Tensor, num_segments: int) -> li
     return boundaries + [load.n] * (num_segments + 1 - len(boundaries))
 
 
-def boundaries_under(row: PackedRow, counts: Tensor, max_rows: int) -> list[int]:
+def boundaries_under(
+    row: PackedRow, counts: Tensor, max_rows: int, reach: int | None = None
+) -> list[int]:
     """Boundaries of as few segments as possible, none above `max_rows` rows where that can be."""
-    return _SegmentRows(row, counts).fill(max_rows)
+    return _SegmentRows(row, counts, reach).fill(max_rows)
 
 
 class _SegmentRows:
     """Running sums that give any segment's rows in O(1)."""
 
-    def __init__(self, row: PackedRow, counts: Tensor) -> None:
+    def __init__(self, row: PackedRow, counts: Tensor, reach: int | None) -> None:
         self.n = len(row.token_ids)
         masks = (counts - 1).clamp(min=0)  # depth 0 is a real row
         # masks_before[x]: mask rows whose anchor + 1 lies before slot x
         self.masks_before = torch.zeros(self.n + 1, dtype=torch.long)
         self.masks_before[2:] = masks.cumsum(0)[:-1]
         self.total_before = self.masks_before + torch.arange(self.n + 1)
-        self.document_start = document_starts(row)
+        self.context_start = context_starts(row, reach)
 
     def rows(self, begin: int, end: int) -> int:
         if begin == end:
             return 0
-        context = end - int(self.document_start[begin])
+        context = end - int(self.context_start[begin])
         return context + int(self.masks_before[end] - self.masks_before[begin])
 
     def fill(self, max_rows: int) -> list[int]:
         boundaries = [0]
         while boundaries[-1] < self.n:
             begin = boundaries[-1]
-            room = max_rows + int(self.document_start[begin]) + int(self.masks_before[begin])
+            room = max_rows + int(self.context_start[begin]) + int(self.masks_before[begin])
             end = int(torch.searchsorted(self.total_before, room, right=True)) - 1
             boundaries.append(max(end, begin + 1))  # a slot that alone exceeds the size
         return boundaries
@@ -250,9 +258,11 @@ class _SegmentRows:
         return all(self.rows(x, y) <= max_rows for x, y in pairwise(b))
 
 
-def document_starts(row: PackedRow) -> Tensor:
-    """[n]: the slot at which each slot's document starts."""
+def context_starts(row: PackedRow, reach: int | None) -> Tensor:
+    """[n]: the first slot of the context of a segment that begins at each slot: that of its
+    document, or the first that the rollout before the slot depends on."""
     index = torch.arange(len(row.token_ids))
     is_start = torch.ones_like(index, dtype=torch.bool)
     is_start[1:] = row.document[1:] != row.document[:-1]
-    return torch.where(is_start, index, 0).cummax(0).values
+    starts = torch.where(is_start, index, 0).cummax(0).values
+    return starts if reach is None else torch.maximum(starts, index - 1 - reach)

@@ -82,7 +82,7 @@ def target_bytes(target: TargetModel, itemsize: int, *, tables_alone: bool) -> i
 def largest_pass(inputs: Inputs, network: EagleNetwork, loaded: int, device: DeviceType) -> Pass:
     """Drawn from the data, as the run will draw; padded as on that device."""
     recipe = inputs.recipe
-    planner = build_planner(recipe, inputs.head.max_speculative_tokens)
+    planner = build_planner(recipe, inputs.head)
     if recipe.run.partitions == "auto" and recipe.run.memory_gib is not None:
         budget, itemsize = int(recipe.run.memory_gib * 2**30), 2 if device == "cuda" else 4
         compiled = device == "cuda" and recipe.run.compile
@@ -169,16 +169,17 @@ def rows_that_fit(
         activation_checkpointing=recipe.run.activation_checkpointing,
         compiled=compiled,
     )
-    rows = max_rows(budget, fixed, per_row, inputs.longest + config.max_speculative_tokens)
+    context = inputs.longest if config.reach is None else min(inputs.longest, config.reach + 2)
+    rows = max_rows(budget, fixed, per_row, context + config.max_speculative_tokens)
     return rows - rows % SEGMENT_MULTIPLE or rows
 
 
 def max_rows(budget: int, fixed: int, per_row: int, least: int) -> int:
-    """Rows of one segment that fit into `budget` bytes; `least` are the longest document's."""
+    """Rows of one segment that fit into `budget` bytes; `least` are those of one rollout."""
     rows = (budget - fixed) // per_row
     if rows < least:
         raise ConfigError(
-            f"{budget / 2**30:.1f} GiB cannot hold the {least} rows of the longest document: "
+            f"{budget / 2**30:.1f} GiB cannot hold the {least} rows that a segment needs at least: "
             f"{fixed / 2**30:.1f} are taken and {least * per_row / 2**30:.1f} needed",
             hint="lower data.tokens_per_row or loss.chunk_rows, "
             "or set run.activation_checkpointing=true",

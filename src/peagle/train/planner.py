@@ -11,6 +11,7 @@ from torch import Tensor
 from peagle.data.packing import PackedRow
 from peagle.errors import ConfigError
 from peagle.models.eagle import EagleNetwork
+from peagle.models.head_config import HeadConfig
 from peagle.teacher_forcing.features import Fetched
 from peagle.teacher_forcing.partition import (
     UNPADDED,
@@ -47,13 +48,14 @@ class Planner(abc.ABC):
         draft_ids: Tensor | None = None,  # [V]: draft id of each target id, -1 where there is none
         num_segments: int = 1,
         max_rows: int | None = None,  # of one segment: then as many segments as that takes
+        reach: int | None = None,  # HeadConfig.reach
         shapes: Shapes = UNPADDED,
     ) -> None:
         self.retention = retention
         self.depth_weights = depth_weights
         self.draft_ids = draft_ids
         self.num_segments = num_segments
-        self.max_rows = max_rows
+        self.max_rows, self.reach = max_rows, reach
         self.shapes = shapes
 
     @abc.abstractmethod
@@ -81,11 +83,11 @@ class Planner(abc.ABC):
 class PEaglePlanner(Planner):
     def __call__(self, row: PackedRow, generator: torch.Generator) -> PlannedRow:
         counts, num_cut = self.draw(row, generator)
-        num_segments = self.num_segments
+        num_segments, reach = self.num_segments, self.reach
         if self.max_rows is not None:
-            num_segments = len(boundaries_under(row, counts, self.max_rows)) - 1
-        boundaries = balanced_boundaries(row, counts, num_segments)
-        segments = build_segments(row, counts, boundaries, self.depth_weights, self.shapes)
+            num_segments = len(boundaries_under(row, counts, self.max_rows, reach)) - 1
+        boundaries = balanced_boundaries(row, counts, num_segments, reach)
+        segments = build_segments(row, counts, boundaries, self.depth_weights, self.shapes, reach)
         return self.finish(row, segments, num_cut)
 
 
@@ -98,8 +100,9 @@ class Eagle3Planner(Planner):
         return self.finish(row, [segment], num_cut)
 
 
-def build_planner(recipe: Recipe, depths: int, draft_ids: Tensor | None = None) -> Planner:
+def build_planner(recipe: Recipe, head: HeadConfig, draft_ids: Tensor | None = None) -> Planner:
     check_method(recipe)
+    depths = head.max_speculative_tokens
     kind = PEaglePlanner if recipe.head.method == "p-eagle" else Eagle3Planner
     retention = retentions(depths, recipe.cod.retention, recipe.cod.floor)
     depth_weights = recipe.loss.depth_decay ** torch.arange(depths)
@@ -112,6 +115,7 @@ def build_planner(recipe: Recipe, depths: int, draft_ids: Tensor | None = None) 
         depth_weights,
         draft_ids=draft_ids,
         num_segments=recipe.run.partitions if isinstance(recipe.run.partitions, int) else 1,
+        reach=head.reach,
     )
 
 

@@ -77,7 +77,7 @@ def put_together(inputs: Inputs, target: TargetModel) -> Setup:
     source = feature_source(recipe, target, network, dataset)
 
     # 2. What is drawn, and in which fixed shapes
-    planner = build_planner(recipe, network.config.max_speculative_tokens, draft_ids(network))
+    planner = build_planner(recipe, network.config, draft_ids(network))
     if recipe.run.partitions == "auto":
         planner.max_rows = affordable_rows(inputs, target, network, compiled=compiled)
     drawn = draw_rows(inputs, planner)
