@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +34,7 @@ from peagle.bench.results.settings import Setting
 
 ROOT = Path(__file__).parents[1]
 RESULTS, REPORTS = ROOT / "benchmarks/results", ROOT / "benchmarks/reports"
+HEADS = ROOT / "src/peagle/heads"
 PAGE, README = ROOT / "docs/results.md", ROOT / "README.md"
 BEGIN, END = "<!-- results: written by benchmarks/results_page.py -->", "<!-- end of results -->"
 
@@ -115,8 +117,6 @@ def results_page() -> str:
     )
     return INTRODUCTION + "\n\n".join(section() for section in sections) + "\n"
 
-
-SHIPPED_WINDOW = 1024
 
 INTRODUCTION = """\
 <!-- Written by benchmarks/results_page.py from the files in benchmarks/. Do not edit. -->
@@ -683,7 +683,7 @@ def long_contexts() -> str:
         rows.append([f"`{cell['head']}`", window, *shown])
     counts = [f"{found['cells'][0]['by_context']['all'][name]['tokens']:,}" for name in names]
     rows.append(["tokens of answers", "", *counts])
-    workload = found["workload"]
+    workload, head = found["workload"], HEADS / found["cells"][0]["head"] / "config.json"
     return f"""\
 ## Long contexts
 
@@ -692,7 +692,7 @@ Acceptance length of the shipped heads by the length of the context and by their
 greedy, offline, a step at every token, in parentheses without answers that fall into a loop.
 {workload["num_rows"]} held-out rows of up to {workload["longest_row"]:,} tokens, with texts to
 read and questions about other things (`sliding_windows_cpu.json`). The heads were trained on rows
-of 1,024 tokens; they ship with a window of {SHIPPED_WINDOW:,}.
+of 1,024 tokens; they ship with a window of {read(head)["sliding_window"]:,}.
 
 {table(["head", "window", *names], rows)}"""
 
@@ -966,12 +966,11 @@ def heads_of(found: Json) -> str:
 @cache
 def shipped_sha256(name: str, windowed: bool) -> str:
     """As `peagle bench` computes it: of config and weights."""
-    digest, folder = hashlib.sha256(), ROOT / "src/peagle/heads" / name
-    window = f',\n  "sliding_window": {SHIPPED_WINDOW}'.encode()
+    digest, folder = hashlib.sha256(), HEADS / name
     for path in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
         stored = path.read_bytes()
         if path.suffix == ".json" and not windowed:
-            stored = stored.replace(window, b"")
+            stored = re.sub(rb',\s*"sliding_window": \d+', b"", stored)
         digest.update(hashlib.sha256(stored).digest())
     return digest.hexdigest()
 
