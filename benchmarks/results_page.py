@@ -680,21 +680,22 @@ def long_contexts() -> str:
             [f"{group[n]['acceptance_length_per_token']:.2f}" for n in names] for group in groups
         ]
         shown = [f"{every} ({some})" for every, some in pairs(*lengths)]
-        rows.append([f"`{cell['head']}`", window, *shown])
+        rows.append([window, *shown])
     counts = [f"{found['cells'][0]['by_context']['all'][name]['tokens']:,}" for name in names]
-    rows.append(["tokens of answers", "", *counts])
-    workload, head = found["workload"], HEADS / found["cells"][0]["head"] / "config.json"
+    rows.append(["tokens of answers", *counts])
+    workload, name = found["workload"], found["cells"][0]["head"]
+    shipped = read(HEADS / name / "config.json")["sliding_window"]
     return f"""\
 ## Long contexts
 
-Acceptance length of the shipped heads by the length of the context and by their
-[sliding window](heads.md#a-sliding-window), in positions: chains of {workload["spec_tokens"]},
+Acceptance length of `{name}` by the length of the context, with
+[sliding windows](heads.md#a-sliding-window) of so many positions: chains of {workload["spec_tokens"]},
 greedy, offline, a step at every token, in parentheses without answers that fall into a loop.
 {workload["num_rows"]} held-out rows of up to {workload["longest_row"]:,} tokens, with texts to
-read and questions about other things (`sliding_windows_cpu.json`). The heads were trained on rows
-of 1,024 tokens; they ship with a window of {read(head)["sliding_window"]:,}.
+read and questions about other things (`sliding_windows_cpu.json`). The head was trained on rows of
+1,024 tokens, and ships with a window of {shipped:,}. Below that nothing changes.
 
-{table(["head", "window", *names], rows)}"""
+{table(["window", *names], rows)}"""
 
 
 def training() -> str:
