@@ -690,7 +690,8 @@ def long_contexts() -> str:
 
 Acceptance length of `{name}` by the length of the context, with
 [sliding windows](heads.md#a-sliding-window) of so many positions: chains of
-{workload["spec_tokens"]}, greedy, offline, a step at every token, in parentheses without answers that fall into a loop.
+{workload["spec_tokens"]}, greedy, offline, a step at every token, in parentheses without answers
+that fall into a loop.
 {workload["num_rows"]} held-out rows of up to {workload["longest_row"]:,} tokens, with texts to
 read and questions about other things (`sliding_windows_cpu.json`). The head was trained on rows of
 1,024 tokens, and ships with a window of {shipped:,}. Below that nothing changes.
