@@ -95,7 +95,8 @@ def test_a_head_goes_on_with_long_conversations(
     assert len(rows) <= len(lengths)
     assert CONTEXT // 2 < int(lengths.max()) <= CONTEXT
 
-    head = write_head(tmp_path / "head", Path(long_model), max_position_embeddings=CONTEXT)
+    sizes = {"max_position_embeddings": CONTEXT, "sliding_window": 16}
+    head = write_head(tmp_path / "head", Path(long_model), **sizes)
     overrides = {
         "target.model": long_model,
         "head.start_from": head,
@@ -104,6 +105,7 @@ def test_a_head_goes_on_with_long_conversations(
         "head.num_speculative_tokens": 3,
         "head.aux_hidden_state_layer_ids": "[2, 3, 3]",
         "head.draft_vocab_size": "null",
+        "head.sliding_window": 16,
         "data.path": long,
         "data.more": f"[{data}]",
         "data.tokens_per_row": CONTEXT,
