@@ -357,7 +357,8 @@ def check_layers(head: HeadConfig, target: Any) -> Iterator[Finding]:
     hint = "export writes them to eagle_aux_hidden_state_layer_ids: check that the server reads it"
     yield graded("layer ids", message, warning=layers != usual, hint=hint)
     ours, its = head.max_position_embeddings, int(target.max_position_embeddings)
-    message = f"the head drafts up to position {ours}, the target's context is {its}"
+    sees = "" if head.sliding_window is None else f" and sees {head.sliding_window} of them"
+    message = f"the head drafts up to position {ours}{sees}; the target's context is {its}"
     hint = "nothing is drafted beyond it: raise max_position_embeddings, train on longer rows"
     yield graded("head's context", message, warning=ours < its, hint=hint)
 
