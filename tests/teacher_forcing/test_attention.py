@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import flex_attention
 
 from peagle.models.attention import MaskedAttention
 from peagle.models.masks import Elements, dense_mask
@@ -104,6 +108,24 @@ def test_flex_attention_equals_dense_attention(
     flex = FlexAttention(segment.elements, segment.positions, (None, 16))
     expected = dense(0, q, k, v, window)
     torch.testing.assert_close(flex(0, q, k, v, window), expected, **near(terms=n))
+
+
+def test_one_kernel_is_compiled_for_all_windows() -> None:
+    """A chain asks for another at each of its steps."""
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    segment = segment_of([90], seed=0)
+    flex = torch.compile(flex_attention, dynamic=False, backend=backend)
+    x = torch.randn(len(segment.positions), 2, 16)
+    windows = tuple(range(20, 9, -1))
+    rows = FlexAttention(segment.elements, segment.positions, windows, flex)
+    outputs = [rows(0, x, x, x, window) for window in windows]
+    assert len(compiled) == 1
+    assert not torch.equal(outputs[0], outputs[-1])
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def predicate(elements: Elements, positions: Tensor, window: int | None = None) 
 
     if window is None:
         return visible
-    size = window
+    size = positions.new_tensor(window)  # no constant: the same kernel for every window
 
     def visible_in_window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return visible(b, h, q, k) & (positions[q] - positions[k] < size)
