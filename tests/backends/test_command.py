@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peagle.backends.vllm.arguments import VllmCommand, build_command
+from peagle.backends.vllm.drafting import has_windows
 from peagle.backends.vllm.options import VllmOptions
 from peagle.backends.vllm.released import released_models
 from peagle.errors import ConfigError, HeadError, ModelError
@@ -215,6 +216,37 @@ def test_a_native_head_is_planned_in_the_cache_and_nothing_is_written(
         *("peagle", "export", str(head), str(command.export.out))
     ]
     assert not cache.exists()
+
+
+def test_the_head_s_windows_do_not_cut_the_target_s_layers_into_groups(
+    model: Path, head: Path, tmp_path: Path
+) -> None:
+    flag, windowed = "disable-hybrid-kv-cache-manager", tmp_path / "windowed"
+    _head(windowed, model, sliding_window=32)
+    for own, told in ((head, []), (windowed, [f"--{flag}"])):
+        command = _build(str(model), drafter={"model": str(own)})
+        assert [word for word in command.arguments if flag in word] == told
+    drafter, asked = {"model": str(windowed)}, {flag.replace("-", "_"): False}
+    assert f"--no-{flag}" in _build(str(model), drafter=drafter, **asked).arguments
+    export = _build(str(model), drafter=drafter).export
+    assert export
+    export.run()
+    assert f"--{flag}" in _build(str(model), drafter={"model": str(export.out)}).arguments
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (None, False),
+        ({"sliding_window": None}, False),
+        ({"sliding_window": 128}, True),
+        ({"sliding_window": 128, "use_sliding_window": False}, False),
+        ({"text_config": {"sliding_window": 128}}, True),
+        ({"transformer_layer_config": {"sliding_window": 128}}, True),
+    ],
+)
+def test_windows_are_found_in_every_layout(config: dict[str, Any] | None, expected: bool) -> None:
+    assert has_windows(config) is expected
 
 
 def test_another_head_or_target_is_another_export(model: Path, head: Path, tmp_path: Path) -> None:

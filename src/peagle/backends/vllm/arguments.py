@@ -255,6 +255,10 @@ def merge_options(
     table = released.options if released else VllmOptions()
     if drafting is None or drafting.rows_per_request is None or options.pipeline_parallel_size:
         table = replace(table, async_scheduling=None)  # the cards mean it for their own head
+    if drafting is not None and drafting.adds_windows:
+        # vLLM would cut the target's layers into groups as small as the head, each with a block
+        # table and metadata of its own in every step.
+        table = replace(table, disable_hybrid_kv_cache_manager=True)
     merged = replace(table, **options.given())
     if drafting is None or drafting.rows_per_request is None:
         return replace(merged, max_cudagraph_capture_size=options.max_cudagraph_capture_size)

@@ -59,6 +59,7 @@ class VllmDrafter:
     config: Mapping[str, Any]
     rows_per_request: int | None = None  # of one pass of a parallel drafter
     export: Export | None = None  # to be done before vLLM starts
+    adds_windows: bool = False  # the head's layers are the only ones with a sliding window
     notes: tuple[str, ...] = ()
 
 
@@ -114,8 +115,17 @@ def _with_head(
         # A pass holds the K+1 tokens of the last step, accepted or padding, and K-1 mask rows.
         rows_per_request=2 * tokens if parallel else None,
         export=export,
+        adds_windows=has_windows(head.config) and not has_windows(target.config),
         notes=tuple(_notes(head, target, max_model_len)),
     )
+
+
+def has_windows(config: Mapping[str, Any] | None) -> bool:
+    """Of a head or a target, in any layout; False where nobody has read it."""
+    config = config or {}
+    for part in ("transformer_layer_config", "text_config"):
+        config = config.get(part, config)
+    return bool(config.get("sliding_window")) and config.get("use_sliding_window") is not False
 
 
 def _kind(drafter: Mapping[str, Any], head: Head) -> str:

@@ -43,6 +43,9 @@ class VllmOptions:
     kv_cache_dtype: Annotated[str | None, Doc("auto, fp8 ...")] = None
     block_size: int | None = None
     enable_prefix_caching: bool | None = None
+    disable_hybrid_kv_cache_manager: Annotated[
+        bool | None, Doc("One block table for all layers; on for heads with a sliding window.")
+    ] = None
     enforce_eager: Annotated[bool | None, Doc("Run without CUDA graphs.")] = None
     max_cudagraph_capture_size: Annotated[
         int | None, Doc("Rows of the largest graph; P-EAGLE: 2 K x --max-num-seqs.")
