@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,13 +14,7 @@ from peagle.config import EngineConfig
 from peagle.errors import RequestError
 from tests.tolerance import rounding
 from tests.vllm.interop import Outcome, embedded, vllm
-from tests.vllm.released_head import (
-    CONTEXT,
-    HEAD_LAYERS,
-    TARGET_LAYERS,
-    write_released_head,
-    write_target,
-)
+from tests.vllm.released_head import CONTEXT, TARGET_LAYERS, write_released_head, write_target
 
 pytestmark = pytest.mark.vllm
 
@@ -68,25 +60,6 @@ def test_both_engines_give_the_same_tokens_and_the_same_counts(
         assert other.stats.num_accepted_tokens_per_pos == mine.stats.num_accepted_tokens_per_pos
     kept = ours.stats.acceptance_rate
     assert 0.02 < kept < 0.98, "a head that is always right or always wrong proves nothing"
-
-
-def test_a_window_is_the_same_in_both_engines(target: str, head: str, tmp_path: Path) -> None:
-    windowed = shutil.copytree(head, tmp_path / "windowed")
-    config = json.loads((windowed / "config.json").read_text())
-    config |= {"sliding_window": 8, "layer_types": ["sliding_attention"] * HEAD_LAYERS}
-    (windowed / "config.json").write_text(json.dumps(config))
-    given = prompts(embedded(target, engine=TINY).engine.target.config.vocab_size)
-    kept = []
-    for own in (head, str(windowed)):
-        llm = embedded(target, own, K, TINY)
-        ours = llm.generate(given, GREEDY)
-        kept.append([output.stats.num_accepted_tokens_per_pos for output in ours])
-    with vllm(target, str(windowed), K, TINY) as backend:
-        theirs = backend.generate(given, GREEDY)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert other.outputs[0].token_ids == mine.outputs[0].token_ids
-    assert [output.stats.num_accepted_tokens_per_pos for output in theirs] == kept[1]
-    assert kept[0] != kept[1], "the window changes nothing"
 
 
 def test_a_stream_grows_to_what_generate_returns(backend: VllmBackend) -> None:
