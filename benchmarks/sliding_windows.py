@@ -21,7 +21,7 @@ from typing import Any
 
 from peagle.checkpoints.heads.references import resolve_head
 from peagle.config import EngineConfig
-from peagle.data.dataset import Dataset, is_held_out
+from peagle.data.dataset import Dataset
 from peagle.data.packing import PackedRow
 from peagle.evaluate.evaluator import Evaluator
 from peagle.evaluate.offline import build_evaluator, load_pair
@@ -68,7 +68,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """What is known after each window."""
     dataset, config = Dataset(args.data), EngineConfig(dtype=args.dtype)
     share = args.held_out_share
-    rows = [n for n, info in enumerate(dataset.info) if not share or is_held_out(info["id"], share)]
+    rows = dataset.split(share)[1] if share else list(range(len(dataset)))
     workload = {
         **{key: value for key, value in vars(args).items() if key not in ("out", "data")},
         "made_by": dataset.manifest["made_by"],
