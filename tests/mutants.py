@@ -382,6 +382,18 @@ MUTANTS = (
         "(place >= 0) | (key >= position - window)",
         ("engine/test_trees.py",),
     ),
+    Mutant(
+        "kernels/gpu/attention.py",
+        "~is_before[None, :] | (key[None, :] > passed)",
+        "is_ancestor | (key[None, :] > passed)",
+        ("kernels/gpu/test_attention.py",),
+    ),
+    Mutant(
+        "kernels/gpu/attention.py",
+        "~is_before[None, :] | (key[None, :] > passed)",
+        "~is_before[None, :] | (key[None, :] >= passed)",
+        ("kernels/gpu/test_attention.py",),
+    ),
     # A loss weighted by acceptance
     Mutant(
         "teacher_forcing/partition.py",

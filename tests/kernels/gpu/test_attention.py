@@ -127,8 +127,21 @@ def test_later_rows_of_trees_see_what_they_see_beside_the_earlier(
     whole = with_trees(make_case(shape, torch.float32, seed), seed)
     first_row = data.draw(st.integers(0, shape.rows_per_item - 1))
     size = data.draw(st.integers(1, shape.rows_per_item - first_row))
-    # A window sees a whole path, and how much stands before it.
-    window = data.draw(st.none() | st.integers(shape.rows_per_item, shape.rows_per_item + 40))
+    check_later_rows(whole, shape, first_row, size, None)
+
+
+@pytest.mark.parametrize("window", [5, 12, 50])
+def test_a_window_ends_before_a_tree_whose_earlier_rows_are_cached(window: int) -> None:
+    """It sees a whole path, and as much before the tree as its size and the row's depth leave."""
+    shape = Shape((Item(60, 65), Item(9, 14), Item(100, 105)), 5, group=3)
+    for seed in range(3):
+        whole = with_trees(make_case(shape, torch.float32, seed), seed)
+        check_later_rows(whole, shape, 2, 3, window)
+
+
+def check_later_rows(
+    whole: Case, shape: Shape, first_row: int, size: int, window: int | None
+) -> None:
     case = behind(whole, first_row, size)
     ours = paged_attention(case.q, case.keys, case.values, case.rows, window)
     expected = reference.paged_attention(case.q, case.keys, case.values, case.rows, window)

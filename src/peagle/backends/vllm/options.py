@@ -44,7 +44,8 @@ class VllmOptions:
     block_size: int | None = None
     enable_prefix_caching: bool | None = None
     disable_hybrid_kv_cache_manager: Annotated[
-        bool | None, Doc("One block table for all layers; on for heads with a sliding window.")
+        bool | None,
+        Doc("One block table for all layers; on where only the head has a sliding window."),
     ] = None
     enforce_eager: Annotated[bool | None, Doc("Run without CUDA graphs.")] = None
     max_cudagraph_capture_size: Annotated[

@@ -386,16 +386,15 @@ def _attend(
             sees = may_read[None, :] & (is_before[None, :] | is_ancestor)
             if WINDOW > 0:
                 own = tl.load(positions_ptr + first + row, mask=row < num_rows, other=0)
-                in_window = key[None, :] > own.to(tl.int32)[:, None] - WINDOW
+                passed = own.to(tl.int32)[:, None] - WINDOW
                 if FIRST_ROW > 0:  # as in the reference
-                    in_window = in_window | ~is_before[None, :]
+                    sees = sees & (~is_before[None, :] | (key[None, :] > passed))
                 else:
                     theirs = positions_ptr + first + key - start
                     in_item = may_read & (key >= start) & (key < start + num_rows)
                     key_position = tl.load(theirs, mask=in_item, other=0).to(tl.int32)
                     key_position = tl.where(is_before, key, key_position)
-                    in_window = key_position[None, :] > own.to(tl.int32)[:, None] - WINDOW
-                sees = sees & in_window
+                    sees = sees & (key_position[None, :] > passed)
         scores = tl.where(sees, scores, float("-inf"))
         peak = tl.maximum(tl.ceil(tl.max(scores, axis=1)), LOWEST)
         weights = tl.exp2(scores - peak[:, None])
