@@ -51,6 +51,7 @@ class OracleDrafter:
     max_speculative_tokens = 64
     max_tree_depth = 0
     rows_per_depth = 1
+    weights_per_row = weights_per_depth = 0
     max_positions: int | None = None
 
     def __init__(self, tokens: list[int]) -> None:

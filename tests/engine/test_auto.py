@@ -60,6 +60,9 @@ class AnyChoice(DraftBudget):
         none = np.zeros(len(most))
         return DraftChoice(np.array(caps, dtype=np.int64), depth, number, none, None, mean)
 
+    def gain(self, batch: int, answer: int, prompt: int = 0, again: int = 0) -> float:
+        return self.rng.choice((0.5, 2.0))
+
 
 class Scripted(DraftBudget):
     """Chooses what it is told, step by step, then the last of it."""
@@ -69,6 +72,9 @@ class Scripted(DraftBudget):
     def choose(self, slots: Counts, most: Counts, *, may_explore: bool) -> DraftChoice:
         cap, depth, number = self.script[0] if len(self.script) == 1 else self.script.pop(0)
         return DraftChoice(np.minimum(most, cap), depth, number, np.zeros(len(most)))
+
+    def gain(self, batch: int, answer: int, prompt: int = 0, again: int = 0) -> float:
+        return 2.0
 
 
 @cache
@@ -99,6 +105,7 @@ def any_choice(engine: Engine, seed: int) -> None:
     engine.budget.__class__ = AnyChoice
     assert isinstance(engine.budget, AnyChoice)
     engine.budget.rng = random.Random(seed)
+    engine.scheduler._since_woken = 1000  # at once
 
 
 @both_forms
@@ -343,6 +350,76 @@ def test_shared_rows_leave_prompts_theirs() -> None:
     naive.check(target(), engines.run(engine, jobs), jobs)
     assert (2, 7) in seen
     assert any(0 < mean < 7 for _, mean in seen)
+
+
+def resting_engine(gains: Sequence[float], **options: Any) -> Engine:
+    """`gains`: what drafts would gain whenever it is asked, then the last of them."""
+    drafter = head_drafter(SHALLOW.make_head(target()))
+    engine = engines.make_engine(target(), drafter, 4, nodes=9, auto=True, **options)
+    assert engine.budget is not None
+    told = [*gains]
+    engine.budget.gain = lambda *_, **__: told[0] if len(told) == 1 else told.pop(0)  # type: ignore
+    return engine
+
+
+def test_requests_that_start_while_no_drafts_pay_are_left_to_the_target() -> None:
+    """But the first, which shows whether that is still so. Nothing is drafted for the others, and
+    the drafter does not read what they write."""
+    jobs = [Job(p, SamplingParams(temperature=0.0, max_tokens=12)) for p in prompts(4, seed=5)]
+    engine = resting_engine([0.5])
+    first, *others = engines.run(engine, jobs)
+    naive.check(target(), [first, *others], jobs)
+    assert first.stats.num_drafts > 0
+    assert all(r.stats.num_drafts == 0 and r.stats.num_offered_tokens == 0 for r in others)
+    engines.watched(engine).shapes.clear()
+    naive.check(target(), engines.run(engine, jobs[1:]), jobs[1:])
+    shapes = engines.watched(engine).shapes
+    assert shapes
+    assert not any(shape.depth or shape.feeds for shape in shapes)
+
+
+def test_requests_have_drafts_again_when_these_pay() -> None:
+    """Those that may still write more than has to be computed again for it; each once."""
+    texts = prompts(4, seed=5)
+    lengths = [60, 60, 60, len(texts[3])]
+    jobs = [
+        Job(p, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True))
+        for p, n in zip(texts, lengths, strict=True)
+    ]
+    engine = resting_engine([0.5] * 3 + [1.05, 2.0])
+    requests = engines.run(engine, jobs)
+    naive.check(target(), requests, jobs)
+    assert [r.num_preemptions for r in requests] == [0, 1, 1, 0]
+    assert [r.stats.num_offered_tokens > 0 for r in requests] == [True, True, True, False]
+
+
+def test_rows_of_requests_that_rest_are_not_taken_for_the_drafters() -> None:
+    """With drafts again, a request does not begin with blocks that the drafter has not read."""
+    prompt = [n % 30 + 1 for n in range(40)]
+    job = Job(prompt, SamplingParams(temperature=0.0, max_tokens=12))
+    engine = resting_engine([0.5], block_size=4)
+    alone = engines.run(resting_engine([2.0], block_size=4), [job])[0]
+    engines.run(engine, [Job([1, 2], GREEDY)])  # the first never rests
+    resting, again = (engines.run(engine, [job])[0] for _ in range(2))
+    assert again.num_cached_tokens > resting.num_cached_tokens == 0
+    engine.budget.gain = lambda *_, **__: 2.0  # type: ignore[method-assign, union-attr]
+    awake, again = (engines.run(engine, [job])[0] for _ in range(2))
+    assert again.num_cached_tokens > awake.num_cached_tokens == 0
+    for request in (awake, again):
+        assert request.stats.num_accepted_tokens == alone.stats.num_accepted_tokens
+    naive.check(target(), [resting, awake, again], [job] * 3)
+
+
+@both_forms
+def test_requests_rest_where_rows_are_exact_and_the_drafter_has_a_cache(static: bool) -> None:
+    jobs = [Job(p, SamplingParams(temperature=0.0, max_tokens=8)) for p in prompts(3, seed=4)]
+    for name in ("n-gram trees", "p-eagle"):
+        drafter = drafter_named(name, jobs)
+        nodes = 9 if name.endswith("trees") else None
+        engine = engines.make_engine(target(), drafter, 4, static=static, nodes=nodes, auto=True)
+        engine.budget.gain = lambda *_, **__: 0.5  # type: ignore[method-assign, union-attr]
+        requests = engines.run(engine, jobs)
+        assert [r.rests for r in requests] == [False] + [name == "p-eagle" and not static] * 2
 
 
 def test_rejection_keeps_a_fixed_number_of_drafts() -> None:

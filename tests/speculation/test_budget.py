@@ -15,11 +15,12 @@ from peagle.speculation.budget import (
     AcceptanceCurve,
     DraftBudget,
     DraftChoice,
+    DraftNodes,
     Outcomes,
-    ScoreCalibration,
     falling,
 )
-from peagle.speculation.costs import Counts, GraphCosts, Numbers, StepCosts, StepRun
+from peagle.speculation.costs import Counts, GraphCosts, Kind, Numbers, StepCosts, StepRun
+from peagle.speculation.node_budget import NodeBudget, ScoreCalibration
 
 Seconds = Callable[[int, int], float]  # requests, rows
 PROMPT_ROWS = 80  # of a prompt
@@ -367,7 +368,15 @@ def test_requests_share_the_rows_of_those_that_pad_their_batch() -> None:
 def scored(scores: Sequence[Sequence[float]], free_rows: float) -> DraftChoice:
     """Caps by these log-probabilities, where nothing has been measured."""
     own = np.array(scores)
-    budget = DraftBudget(4, own.shape[1], free_rows=free_rows, max_rows=99, scores=lambda _: own)
+    nodes = DraftNodes(own, np.broadcast_to(np.arange(1, own.shape[1] + 1), own.shape))
+    budget = NodeBudget(
+        4,
+        own.shape[1],
+        free_rows=free_rows,
+        max_rows=99,
+        nodes=lambda _: nodes,
+        depth_cost=0.0,
+    )
     return budget.choose(np.arange(len(own)), np.full(len(own), own.shape[1]), may_explore=False)
 
 
@@ -379,6 +388,93 @@ def test_rows_go_to_the_most_probable_drafts_of_all_requests() -> None:
     assert scored([sure, unsure, none], free_rows=6.0).caps.tolist() == [4, 0, 0]
     assert scored([sure, unsure, none], free_rows=1e6).caps.tolist() == [4, 4, 0]
     assert scored([unsure, none], free_rows=0.1).caps.tolist() == [0, 0]
+
+
+class Chains:
+    """Trees without branches, of which every draft is accepted with the same probability, in steps
+    whose rows cost the same wherever they are computed."""
+
+    def __init__(self, probability: float, fixed: float, depth_cost: float, batch: int) -> None:
+        self.probability, self.fixed, self.depth_cost = probability, fixed, depth_cost
+        self.batch, self.depth, self.rng = batch, 0, np.random.default_rng(0)
+        self.budget = NodeBudget(
+            7, 7, free_rows=24.0, max_rows=2048, nodes=self.nodes, depth_cost=depth_cost
+        )
+
+    def nodes(self, slots: Counts) -> DraftNodes:
+        depths = np.broadcast_to(np.arange(1, 8), (len(slots), 7))
+        scores = np.log(self.probability) * depths
+        return DraftNodes(np.where(depths <= self.depth, scores, -np.inf), depths)
+
+    def seconds(self, num_drafts: float, depth: int) -> float:
+        rows = self.batch * (1 + num_drafts + self.depth_cost * max(depth - 1, 0))
+        return 0.001 * (self.fixed + rows)
+
+    def run(self, steps: int) -> tuple[float, list[int]]:
+        """-> tokens per second, and how deep each step drafted."""
+        tokens = time = 0.0
+        depths, slots = [], np.arange(self.batch)
+        for _ in range(steps):
+            choice = self.budget.choose(slots, np.full(self.batch, 7), may_explore=True)
+            # The target walks no deeper than the step drafts.
+            caps = np.minimum(choice.caps, self.depth)
+            agrees = self.rng.random((self.batch, 7)) < self.probability
+            walked = np.minimum(caps, choice.depth)
+            accepted = np.minimum(agrees.cumprod(1).sum(1).astype(np.int64), walked)
+            number = np.arange(1, 8)
+            paths = np.where(number <= accepted[:, None], number, 0)[:, : max(choice.depth, 1)]
+            seconds = self.seconds(caps.sum() / self.batch, choice.depth)
+            run = StepRun(seconds * float(self.rng.uniform(0.95, 1.05)), self.batch)
+            self.budget.observe(choice, Outcomes(caps, paths), run)
+            tokens += self.batch + int(accepted.sum())
+            time += seconds
+            self.depth = choice.depth
+            depths.append(choice.depth)
+        return tokens / time, depths
+
+    def best_rate(self) -> float:
+        worth = np.r_[0.0, (self.probability ** np.arange(1, 8)).cumsum()]
+        return max(self.batch * (1 + worth[d]) / self.seconds(d, d) for d in range(8))
+
+
+@pytest.mark.parametrize("depth_cost", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize("probability", [0.5, 0.8, 0.95])
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_trees_are_drafted_as_deep_as_pays(
+    batch: int, probability: float, depth_cost: float
+) -> None:
+    world = Chains(probability, 8.0, depth_cost, batch)
+    world.run(400)
+    rate, _ = world.run(400)
+    assert rate > 0.9 * world.best_rate()
+
+
+def test_drafting_deep_stops_where_it_is_dear_and_is_looked_at_again() -> None:
+    world = Chains(0.5, 8.0, 0.3, 4)
+    _, depths = world.run(600)
+    late = depths[-200:]
+    assert np.median(late) <= 2
+    assert 7 in late
+    world.probability = 0.97
+    world.run(1000)
+    rate, depths = world.run(200)
+    assert np.median(depths) >= 3
+    assert rate > 0.9 * world.best_rate()
+
+
+def test_requests_without_drafts_tell_nothing_of_what_drafts_are_worth() -> None:
+    world = Chains(0.8, 8.0, 0.1, 2)
+    world.depth = 7
+    nodes = world.nodes(np.arange(2))
+    nodes.scores[1] = -np.inf
+    choice = DraftChoice(np.array([7, 0]), 7, 7, np.zeros(2), nodes)
+    for _ in range(300):
+        accepted = int((world.rng.random(7) < 0.8).cumprod().sum())
+        paths = np.where(np.arange(1, 8) <= [[accepted], [0]], np.arange(1, 8), 0)
+        world.budget.observe(choice, Outcomes(np.array([7, 0]), paths), StepRun(None))
+    expected = 0.8 ** np.arange(1, 8)
+    assert world.budget.curve.values() == pytest.approx(expected, abs=0.1)
+    assert world.budget.depths.values(1)[1] == pytest.approx(expected, abs=0.25)
 
 
 def test_scores_are_worth_what_they_were_worth_before() -> None:
@@ -416,11 +512,11 @@ def test_costs_are_what_was_measured_and_between_it_in_between() -> None:
     for _ in range(30):
         costs.observe(1, 8, 2.0)
         costs.observe(1, 32, 6.0)
-        costs.observe(1, 1, 1.5, is_off=True)
+        costs.observe(1, 1, 1.5, Kind.READS)
     low, middle, high = costs.estimate(1, np.array([8, 16, 32]))
     assert high / low == pytest.approx(3.0, rel=0.1)
     assert low < middle < high
-    [off] = costs.estimate(1, np.array([1]), is_off=True)
+    [off] = costs.estimate(1, np.array([1]), Kind.READS)
     assert low / off == pytest.approx(2.0 / 1.5, rel=0.1)
     costs.observe(1, 8, 500.0)
     costs.observe(1, 32, 6.0)
@@ -446,7 +542,9 @@ def test_a_load_that_was_never_seen_is_like_the_nearest() -> None:
         costs.observe(4, 4, 1.0)
         costs.observe(4, 32, 10.0)
     near, far = costs.estimate(4, np.array([32])), costs.estimate(16, np.array([64]))
-    assert far / near == pytest.approx((1 + 64 / 32) / (1 + 32 / 32), rel=0.01)
+    free_rows = costs.free_rows
+    assert free_rows < 16  # rows turned out dear
+    assert far / near == pytest.approx((1 + 64 / free_rows) / (1 + 32 / free_rows), rel=0.01)
 
 
 @given(

@@ -42,6 +42,7 @@ class ScriptedDrafter:
     max_speculative_tokens = 64
     max_tree_depth = 0
     rows_per_depth = 1
+    weights_per_row = weights_per_depth = 0
     max_positions: int | None = None
 
     aux_hidden_state_layers: tuple[int, ...] = ()
@@ -146,6 +147,8 @@ class ScriptedHead:
         self.max_speculative_tokens = self.head.max_speculative_tokens
         self.max_tree_depth = self.head.max_tree_depth
         self.rows_per_depth = self.head.rows_per_depth
+        self.weights_per_row = self.head.weights_per_row
+        self.weights_per_depth = self.head.weights_per_depth
         self.engine: Engine | None = None  # make_engine says which
 
     def feed(self, batch: DraftBatch) -> None:

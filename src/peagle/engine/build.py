@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.engine.blocks import BlockAllocator, BlockTable
@@ -22,8 +20,9 @@ from peagle.kernels.device_batch import make_device_batch
 from peagle.kernels.step_ops import step_ops
 from peagle.models.drafter import CacheLayout, Drafter, HostDrafter, NetworkDrafter
 from peagle.models.target import TargetModel
-from peagle.speculation.budget import DraftBudget
+from peagle.speculation.budget import DraftBudget, DraftNodes
 from peagle.speculation.draft_limit import num_draft_rows
+from peagle.speculation.node_budget import NodeBudget
 
 if TYPE_CHECKING:
     from peagle.engine.engine import Speculation
@@ -94,23 +93,38 @@ def make_budget(
     """None where every step verifies as many drafts as requests ask for."""
     if speculation is None or not speculation.is_auto:
         return None
-    state = runner.models.state
+    state, target = runner.models.state, runner.models.target
+    depth, size = speculation.num_speculative_tokens, speculation.num_draft_nodes
+    free_rows = FREE_ROWS["cuda" if runner.device.type == "cuda" else "cpu"]
 
-    def scores(slots: Column) -> NDArray[np.float64]:
+    def nodes(slots: Column) -> DraftNodes:
         assert state.draft_scores is not None
+        assert state.trees is not None
         places = torch.from_numpy(slots)
-        own = state.draft_scores[places].double()
-        is_there = torch.arange(own.shape[1]) < state.num_drafts[places, None]
-        return own.masked_fill(~is_there, -torch.inf).numpy()
+        scores = state.draft_scores[places].double()
+        is_there = torch.arange(scores.shape[1]) < state.num_drafts[places, None]
+        scores = scores.masked_fill(~is_there, -torch.inf)
+        return DraftNodes(scores.numpy(), state.trees.depths[places, 1:].numpy())
 
+    read_cost = speculation.drafter.weights_per_row / target.config.weights_per_row
+    if size is not None and not runner.static:
+        return NodeBudget(
+            depth,
+            size,
+            free_rows=free_rows,
+            max_rows=max_rows,
+            nodes=nodes,
+            depth_cost=speculation.drafter.weights_per_depth / target.weights_per_row,
+            read_cost=read_cost,
+        )
     return DraftBudget(
-        speculation.num_speculative_tokens,
-        speculation.num_draft_nodes,
-        free_rows=FREE_ROWS["cuda" if runner.device.type == "cuda" else "cpu"],
+        depth,
+        size,
+        free_rows=free_rows,
         max_rows=max_rows,
         pad=partial(padded, sizes=BATCH_SIZES) if runner.static else None,
-        scores=scores if state.trees is not None and not runner.static else None,
         depth_is_free=runner.models.drafting is None,
+        read_cost=read_cost,
     )
 
 

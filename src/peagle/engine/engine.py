@@ -501,7 +501,7 @@ class Engine:
         new = self._append(request, token_ids, logprobs)
         # Drafts behind the token that ended the request were verified for nothing.
         outcome = num_drafts, min(num_new - 1, len(new.token_ids))
-        depth, is_leaf = request.num_speculative_tokens, step.is_tree and bool(row[-1])
+        depth, is_leaf = request.draft_depth, step.is_tree and bool(row[-1])
         request.stats.observe(*outcome, depth=depth, is_leaf=is_leaf)
         self.stats.observe(*outcome, depth=depth, is_leaf=is_leaf)
         if not slot.closed:  # its minimum length may be reached

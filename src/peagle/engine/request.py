@@ -62,6 +62,10 @@ class Request:
     block_keys: list[Key] = field(default_factory=list)  # of the blocks that its tokens fill
     num_cached_tokens: int = 0  # those of the prompt that the prefix cache had
     num_preemptions: int = 0
+    # It is decoded without drafts, which do not pay with as many requests as there are; whether it
+    # was and has come back.
+    rests: bool = False
+    has_rested: bool = False
     # Adds the steps that the engine counts by itself.
     take_outcomes: Callable[[SpecDecodeStats], None] | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -79,15 +83,20 @@ class Request:
         return self._stats
 
     @property
+    def draft_depth(self) -> int:
+        """Draft tokens per step behind each other, at present."""
+        return 0 if self.rests else self.num_speculative_tokens
+
+    @property
     def max_drafts(self) -> int:
         """Draft tokens per step in all."""
         nodes = self.num_draft_nodes
-        return self.num_speculative_tokens if nodes is None else nodes
+        return self.draft_depth if nodes is None or self.rests else nodes
 
     @property
     def num_draft_rows(self) -> int:
         """Rows of the drafter's cache that its drafts take behind the prefix."""
-        return num_draft_rows(self.num_speculative_tokens, self.rows_per_depth)
+        return num_draft_rows(self.draft_depth, self.rows_per_depth)
 
     @property
     def cache_slack(self) -> int:

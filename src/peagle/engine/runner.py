@@ -215,7 +215,7 @@ class Runner:
     def _is_drafted(self, request: Request, num_rows: int) -> bool:
         """False where its rows would be beyond the drafter's positions, or nobody reads them."""
         in_reach = num_rows < self.models.max_draft_tokens
-        return request.num_speculative_tokens > 0 and in_reach
+        return request.draft_depth > 0 and in_reach
 
     def open_slots(self, slots: Sequence[Slot]) -> None:
         """Tells the device of requests that were admitted."""
@@ -351,7 +351,7 @@ def _numbers(slot: Slot) -> list[int]:
         max(request.params.top_k, 0),
         request.seed,
         0 if request.table is None else request.table.capacity,
-        request.num_speculative_tokens,
+        request.draft_depth,
     ]
 
 

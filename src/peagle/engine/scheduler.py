@@ -30,6 +30,11 @@ from peagle.engine.sampler import SAMPLINGS, sampling_of
 from peagle.speculation.budget import DraftBudget, DraftChoice
 from peagle.speculation.draft_limit import num_drafted_rows
 
+# While drafts do not pay, one of so many requests has some, to see whether that is still so.
+SAMPLE_EVERY = 64
+WAKE_EVERY = 16  # steps between two looks whether requests are to have drafts again
+# By what drafts must make a request faster: to start with them; to compute what it knows again.
+GAIN_TO_START, GAIN_TO_WAKE = 0.95, 1.1
 # Blocks taken ahead while there are plenty, so that the host does it less often: most answers get
 # all of theirs when they are admitted, and the device is told once.
 BLOCKS_AHEAD = 16
@@ -102,6 +107,8 @@ class Scheduler:
         self._prompting: list[Slot] = []  # those whose newest token has not been launched
         self._eos_token_ids = eos_token_ids
         self._num_admitted = self._num_preempted = 0
+        self._since_woken = 0
+        self._mean_answer = 256.0  # tokens of answers lately; at first a guess
         self._free = list(range(max_num_seqs))[::-1]
 
     def add(self, request: Request) -> None:
@@ -111,6 +118,7 @@ class Scheduler:
         num_preempted = self._num_preempted
         grown = self._pass_windows() if self.allocator.has_windows else []
         grown += self._make_room()
+        self._wake()
         slots = self.batch.ready().nonzero()[0]
         caps, drafts = self._caps(slots)
         num_drafts = int(caps.sum())
@@ -136,6 +144,7 @@ class Scheduler:
 
     def finish(self, request: Request) -> None:
         """Frees the request wherever it stands. Its `finish` was called."""
+        self._mean_answer += (request.num_outputs - self._mean_answer) / 16
         slot = self.slot_of(request)
         if slot is not None:
             self._close(slot)
@@ -187,6 +196,7 @@ class Scheduler:
             request = self.waiting[0]
             limit = len(request.prompt_token_ids) + request.max_tokens
             most = limit + request.cache_slack
+            self._let_rest(request)
             table = self.allocator.open_table(most, self._keys(request))
             num_cached = table.capacity
             has_room = self.allocator.grow(table, self._first_tokens(request, most))
@@ -200,6 +210,48 @@ class Scheduler:
         for slot in admitted:
             self._grow(slot, 0)
         return admitted
+
+    def _let_rest(self, request: Request) -> None:
+        """Decides whether a request that is about to start has drafts. With many others it may be
+        faster if the drafter does not even read what it says. Under CUDA graphs nothing would be
+        gained."""
+        rests = (
+            self.budget is not None
+            and self.budget.rows_are_exact
+            and self.max_draft_tokens is not None
+            and not request.has_rested
+            and self._num_admitted % SAMPLE_EVERY != 0
+            and self.budget.gain(self._load, *self._work(request)) < GAIN_TO_START
+        )
+        if rests != request.rests:
+            request.rests = rests
+            request.block_keys.clear()  # others, where the drafter's rows are there as well
+
+    def _work(self, request: Request) -> tuple[int, int]:
+        """Tokens that a request will write, as far as one can know, and rows before the first."""
+        answer = min(request.max_tokens, int(self._mean_answer)) - request.num_outputs
+        return max(answer, 1), request.num_tokens
+
+    def _wake(self) -> None:
+        """Sends one request that rests back, to come again with drafts, if it will be faster in
+        spite of all that has to be computed again. Each comes back once."""
+        self._since_woken += 1
+        if self._since_woken < WAKE_EVERY or self.budget is None:
+            return
+        self._since_woken = 0
+        resting = [slot for slot in self.running.values() if slot.request.rests]
+        if not resting:
+            return
+        slot = max(resting, key=lambda s: s.request.max_tokens - s.request.num_tokens)
+        answer, again = self._work(slot.request)
+        if self.budget.gain(self._load, answer, again=again) > GAIN_TO_WAKE:
+            slot.request.has_rested = True
+            self._preempt(slot)
+
+    @property
+    def _load(self) -> int:
+        """Requests that will run."""
+        return min(len(self.running) + len(self.waiting), self.max_num_seqs)
 
     @staticmethod
     def _first_tokens(request: Request, most: int) -> int:
@@ -223,7 +275,7 @@ class Scheduler:
         batch.max_capacity[n] = limit + request.cache_slack
         batch.capacity[n] = request.table.capacity
         batch.passes_next[n] = request.table.passes_next or NEVER
-        batch.per_step[n] = request.num_speculative_tokens + 1
+        batch.per_step[n] = request.draft_depth + 1
         batch.num_rows[n] = request.max_drafts + 1
         batch.draft_rows[n] = request.num_draft_rows
         batch.sampling[n] = SAMPLINGS.index(sampling_of([request.params]))
@@ -263,7 +315,7 @@ class Scheduler:
         num_tokens, limit = (
             int(x[slot.index]) for x in (self.batch.num_computed, self.batch.limits)
         )
-        drafted = num_drafted_rows(num_tokens + 1, request.num_speculative_tokens, limit, reach)
+        drafted = num_drafted_rows(num_tokens + 1, request.draft_depth, limit, reach)
         return min(request.num_tokens - 1, drafted)
 
     def _keys(self, request: Request) -> list[Key]:
@@ -278,7 +330,7 @@ class Scheduler:
 
     def _drafter_reach(self, request: Request) -> int | None:
         """`max_draft_tokens`; None where its blocks do not hold the drafter's rows."""
-        return self.max_draft_tokens if request.num_speculative_tokens else None
+        return self.max_draft_tokens if request.draft_depth else None
 
     def _is_computed_by_another(self, request: Request, num_cached: int) -> bool:
         """Whether what the request lacks first is in a prompt that is not launched yet: then it

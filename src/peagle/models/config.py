@@ -115,6 +115,19 @@ class DecoderConfig:
         return None if layer in self.dense_layers else self.experts
 
     @property
+    def weights_per_row(self) -> int:
+        """Weights that a row is multiplied with in all layers: of experts, those of its own."""
+        return sum(self._layer_weights(layer) for layer in range(self.num_hidden_layers))
+
+    def _layer_weights(self, layer: int) -> int:
+        attention, experts = self.attention(layer), self.experts_of(layer)
+        heads = 2 * self.num_attention_heads + 2 * attention.num_key_value_heads
+        inner = 0 if experts is None else experts.top_k * experts.intermediate_size
+        if experts is None or experts.beside_mlp:
+            inner += self.intermediate_size
+        return self.hidden_size * (heads * attention.head_dim + 3 * inner)
+
+    @property
     def largest_kv_row(self) -> tuple[int, int]:
         """Key-value heads and head dimension of the layer whose keys are widest."""
         sizes = [(self.num_key_value_heads, self.head_dim)]

@@ -22,7 +22,7 @@ from peagle.kernels.cpu.linear import Weight, rows_of, unpacked
 from peagle.kernels.policy import gpu_takes
 from peagle.kernels.reference.trees import Candidates
 from peagle.models.layers import Linear, at_least_float32, silu_mul
-from peagle.speculation.trees import independent
+from peagle.speculation.trees import BEAM, independent
 
 
 class Correction(nn.Module):
@@ -32,6 +32,8 @@ class Correction(nn.Module):
         self.from_state = Linear(hidden_size, 2 * size, bias=False)
         self.from_token = Linear(hidden_size, 2 * size, bias=False)
         self.down_proj = Linear(size, hidden_size, bias=False)
+        # Of a mask row once, and of each token before it: with 2 * size * H weights, and size * H.
+        self.weights_per_row = hidden_size * size * (2 + 3 * BEAM)
 
     def forward(self, normed: Tensor, embeddings: Tensor) -> Tensor:
         """Mask rows' states and the embeddings of the tokens before [C, H] -> states [C, H]."""

@@ -165,6 +165,8 @@ class Drafter(Protocol):
     max_positions: int | None  # drafts at or beyond this position are not asked for
     max_tree_depth: int  # 0: its drafts are chains
     rows_per_depth: int  # of the cache, that a tree's drafts leave behind the prefix
+    weights_per_row: int  # that a row of known tokens is multiplied with
+    weights_per_depth: int  # the same of all rows of a tree's depth, but the first
 
 
 class NetworkDrafter(Drafter, Protocol):

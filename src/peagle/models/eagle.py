@@ -127,6 +127,18 @@ class EagleNetwork(nn.Module):
         self._draft_ids: Tensor | None = None
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size), persistent=False)
 
+    @property
+    def weights_per_row(self) -> int:
+        """Weights that a row is multiplied with that the network only reads."""
+        return self.config.decoder().weights_per_row + self.fc.in_features * self.fc.out_features
+
+    @property
+    def weights_per_draft(self) -> int:
+        """Those that a row of drafts is multiplied with, its logits included."""
+        config, correction = self.config, self.correction
+        weights = config.decoder().weights_per_row + config.draft_vocab_size * config.hidden_size
+        return weights + (0 if correction is None else correction.weights_per_row)
+
     def bind(self, policy: Policy) -> None:
         """See models.binding."""
         self.policy = policy

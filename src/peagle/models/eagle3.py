@@ -35,6 +35,8 @@ class Eagle3Drafter:
 
     def __init__(self, network: EagleNetwork, beam: int = BEAM) -> None:
         self.network, self.rows_per_depth = network, beam
+        self.weights_per_row = network.weights_per_row
+        self.weights_per_depth = beam * network.weights_per_draft
         self.aux_hidden_state_layers = network.config.aux_hidden_state_layer_ids
         self.cache_layout: CacheLayout | None = cache_layout(network)
         self.max_positions: int | None = network.config.max_position_embeddings

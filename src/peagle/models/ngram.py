@@ -39,6 +39,7 @@ class NgramDrafter:
     max_speculative_tokens = max_tree_depth = MAX_SPECULATIVE_TOKENS
     max_positions: int | None = None
     rows_per_depth = 1
+    weights_per_row = weights_per_depth = 0
 
     def __init__(self, shortest: int, longest: int) -> None:
         self.shortest = shortest

@@ -31,6 +31,8 @@ class PEagleDrafter:
         self.max_speculative_tokens = network.config.max_speculative_tokens
         self.max_positions: int | None = network.config.max_position_embeddings
         self.max_tree_depth = self.max_speculative_tokens
+        self.weights_per_row = network.weights_per_row
+        self.weights_per_depth = network.weights_per_draft
         with torch.no_grad():
             self.mask_feature = network.mask_feature()  # constant once loaded
 

@@ -66,6 +66,11 @@ class TargetModel(nn.Module):
             self._fused.bind(policy)
 
     @property
+    def weights_per_row(self) -> int:
+        """Weights that a row is multiplied with, those of its logits included."""
+        return self.config.weights_per_row + self.config.vocab_size * self.config.hidden_size
+
+    @property
     def cache_layout(self) -> CacheLayout:
         """A layer with narrower keys uses the beginning of each row: see `layer_cache`."""
         config = self.config

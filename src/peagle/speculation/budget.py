@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from peagle.speculation.costs import Counts, GraphCosts, Numbers, StepCosts, StepRun
+from peagle.speculation.costs import Counts, GraphCosts, Kind, Numbers, StepCosts, StepRun
 
 REVIEW_STEPS = 16  # between two looks at which number of drafts is best
 # Steps until another number is tried for the first time with some number of requests, and how
@@ -33,6 +33,7 @@ CAPTURE_SECONDS = 0.1  # of a CUDA graph
 # While there are no drafts and no graph to look at them with: about the share of time that may go
 # into capturing one.
 PROBE_SHARE = 0.02
+DEEPEST_EVERY = 48  # steps between two looks at the deepest drafts
 # What is chosen from: few, for each has to be tried, and is a family of CUDA graphs.
 TREE_NUMBERS = (1, 3, 5, 7, 15, 31, 63)
 MOST_OF_MEAN = 4  # times as many nodes as the mean, for requests that are sure of theirs
@@ -83,39 +84,19 @@ class AcceptanceCurve:
         return falling((self._hits + self.GUESS_STEPS * guess) / steps, steps)
 
 
-class ScoreCalibration:
-    """How often drafts are accepted whose path a drafter gives some log-probability."""
+class DraftNodes(NamedTuple):
+    """The trees that requests have."""
 
-    BIN, BINS = 0.25, 25  # the last holds all that is less probable
-    KEPT = 0.995  # of what is known, per step
-    GUESS_DRAFTS = 4.0  # that the drafter's own word counts for
+    scores: Numbers  # [B, N] log-probabilities of paths; -inf where there is no node
+    depths: Counts  # [B, N]
 
-    def __init__(self) -> None:
-        self._guess = np.exp(-self.BIN * (np.arange(self.BINS) + 0.5))
-        self._drafts, self._hits = np.zeros(self.BINS), np.zeros(self.BINS)
-        self._table: Numbers | None = None  # of each bin; None: something new is known
+    def of(self, which: NDArray[np.bool_]) -> DraftNodes:
+        return DraftNodes(self.scores[which], self.depths[which])
 
-    def observe(self, scores: Numbers, outcomes: Outcomes) -> None:
-        """scores  # [B, N]; -inf where there is no draft"""
-        number = np.arange(1, scores.shape[1] + 1)
-        is_verified = number <= outcomes.num_drafts[:, None]
-        is_accepted = (outcomes.paths[:, :, None] == number).any(1)
-        bins = self._bins(scores)
-        for total, which in ((self._drafts, is_verified), (self._hits, is_accepted & is_verified)):
-            total *= self.KEPT
-            total += np.bincount(bins[which], minlength=self.BINS)
-        self._table = None
-
-    def values(self, scores: Numbers) -> Numbers:
-        """[B, N] -> how likely each is accepted; they never rise along a request's drafts."""
-        if self._table is None:
-            drafts = self._drafts + self.GUESS_DRAFTS
-            self._table = falling((self._hits + self.GUESS_DRAFTS * self._guess) / drafts, drafts)
-        out: Numbers = np.where(scores > -np.inf, self._table[self._bins(scores)], 0.0)
-        return out
-
-    def _bins(self, scores: Numbers) -> Counts:
-        out: Counts = np.clip(-scores / self.BIN, 0, self.BINS - 1).astype(np.int64)
+    @property
+    def is_there(self) -> NDArray[np.bool_]:
+        """Which requests have any.  # [B]"""
+        out: NDArray[np.bool_] = self.scores[:, 0] > -np.inf
         return out
 
 
@@ -134,10 +115,11 @@ class DraftChoice(NamedTuple):
     depth: int  # drafts behind each other that are made for the next step; 0: none
     num_drafts: int  # of a request, in shapes that must not depend on values
     expected: Numbers  # [B] drafts of each that will be accepted
-    scores: Numbers | None = None  # [B, N] by which caps were chosen
+    nodes: DraftNodes | None = None  # by which caps were chosen
     # Of all requests, on average, where the device shares them out by their probability; None: as
     # many as `caps` say.
     mean_drafts: int | None = None
+    drafting_rows: float = 0.0  # what drafting takes, in rows, where that is not always the same
 
     @property
     def number(self) -> int:
@@ -146,8 +128,8 @@ class DraftChoice(NamedTuple):
 
     def part(self, which: NDArray[np.bool_]) -> DraftChoice:
         """For some of the requests, which run by themselves."""
-        scores = None if self.scores is None else self.scores[which]
-        return self._replace(caps=self.caps[which], expected=self.expected[which], scores=scores)
+        nodes = None if self.nodes is None else self.nodes.of(which)
+        return self._replace(caps=self.caps[which], expected=self.expected[which], nodes=nodes)
 
     def unshared(self) -> DraftChoice:
         """With the mean for each request."""
@@ -160,13 +142,12 @@ class DraftChoice(NamedTuple):
 class DraftBudget:
     """Chooses how many drafts each step verifies.
 
-    Exact rows: every request has its own number, and where the drafts' log-probabilities are
-    known (`scores`), rows go to the most probable drafts of all requests. Padded rows (`pad`: to
-    how many requests a batch is padded): one of few numbers. Trees share so many rows for each
-    request by their nodes' probabilities on the device, and those of the requests that a batch is
-    padded with. A node's place is then that among the nodes of all requests, divided by their
-    number, so that here, too, those of any smaller number are the first ones. All chains have the
-    same length. Each number needs a CUDA graph for every number of requests and of prompt rows:
+    Exact rows: all requests have the same number of drafts; NodeBudget is for trees. Padded rows
+    (`pad`: to how many requests a batch is padded): one of few numbers. Trees share so many rows
+    for each request by their nodes' probabilities on the device, and those of the requests that a
+    batch is padded with. A node's place is then that among the nodes of all requests, divided by
+    their number, so that here, too, those of any smaller number are the first ones. All chains have
+    the same length. Each number needs a CUDA graph for every number of requests and of prompt rows:
     where there is none yet, another number stands in for as long as it costs less than capturing
     one (`captured`).
     """
@@ -179,14 +160,14 @@ class DraftBudget:
         free_rows: float,
         max_rows: int,  # of a step
         pad: Callable[[int], int] | None = None,
-        scores: Callable[[Counts], Numbers] | None = None,  # slots [B] -> [B, N]
         depth_is_free: bool = False,  # trees are drafted beside the step
+        read_cost: float = 0.0,  # of a row that the drafter only reads, in rows of the target
     ) -> None:
         self.max_depth, self.max_nodes, self.max_rows = max_depth, max_nodes, max_rows
-        self._pad, self._scores, self._depth_is_free = pad, scores, depth_is_free
+        self._pad, self._depth_is_free, self._read_cost = pad, depth_is_free, read_cost
         size = max_depth if max_nodes is None else max_nodes
         self.numbers = self._numbers(size)
-        self.curve, self.calibration = AcceptanceCurve(size), ScoreCalibration()
+        self.curve = AcceptanceCurve(size)
         self.costs, self.graph_costs = StepCosts(free_rows), GraphCosts(free_rows)
         # Seconds that steps lost by another number than the best, for want of its graph: by
         # requests, number and rows of prompts.
@@ -208,10 +189,7 @@ class DraftBudget:
             self._review(most if len(most) else self.numbers[-1:])  # prompts alone: one will come
         # Without drafts nothing is learned of them, so then they are tried beside prompts, too.
         explores = (may_explore or not self.num_drafts) and len(most) > 0
-        number = self._explored() if explores else self.num_drafts
-        if number and self._scores is not None and len(most):
-            return self._by_scores(self._scores(slots), most)
-        return self._choice(number, most)
+        return self._choice(self._explored() if explores else self.num_drafts, most)
 
     def _choice(self, number: int, most: Counts) -> DraftChoice:
         """With one number for all, or for all on average."""
@@ -285,26 +263,26 @@ class DraftBudget:
 
     def after_cut(self, choice: DraftChoice, slots: Counts) -> DraftChoice:
         """For slots of which drafts have left since they were chosen from: the n-th is another."""
-        if choice.scores is None or self._scores is None:
-            return choice
-        return choice._replace(scores=self._scores(slots))
+        return choice
 
     def observe(self, choice: DraftChoice, outcomes: Outcomes, run: StepRun) -> None:
         """A step that ran."""
         batch = len(outcomes.num_drafts)
         if not batch:
             return
-        if choice.scores is None:
-            self.curve.observe(outcomes)
-        else:
-            values = self.calibration.values(choice.scores)
-            self.curve.observe(outcomes, unverified=values)
-            self.calibration.observe(choice.scores, outcomes)
+        self._learn(choice, outcomes)
         if self._pad is not None:
             self.graph_costs.observe(run, is_off=not choice.depth)
         elif run.seconds is not None and not run.prompt_rows:
-            rows = batch + int(outcomes.num_drafts.sum())
-            self.costs.observe(batch, rows, run.seconds, is_off=not choice.depth)
+            rows = batch + int(outcomes.num_drafts.sum()) + choice.drafting_rows
+            self.costs.observe(batch, rows, run.seconds, self._kind(choice))
+
+    def _kind(self, choice: DraftChoice) -> Kind:
+        return Kind.DRAFTS if choice.depth else Kind.READS
+
+    def _learn(self, choice: DraftChoice, outcomes: Outcomes) -> None:
+        """What drafts are worth."""
+        self.curve.observe(outcomes)
 
     def form_of(self, number: int, batch: int) -> DraftForm:
         """Of so many drafts for each of so many requests. Where trees share rows, one may have
@@ -335,8 +313,6 @@ class DraftBudget:
         return [n for n, rate in zip(self.numbers.tolist(), rates.tolist(), strict=True) if rate]
 
     def _numbers(self, size: int) -> Counts:
-        if self._scores is not None:  # by which any number is found
-            return np.arange(1, size + 1)
         few = CHAIN_NUMBERS if self.max_nodes is None else TREE_NUMBERS
         return np.array([*(n for n in few if n < size), size])
 
@@ -370,8 +346,9 @@ class DraftBudget:
         tokens = len(most) + self._worth[np.minimum(most[:, None], each)].sum(0)
         rows = batch * (numbers + 1)
         if self._pad is None:
-            without = self.costs.estimate(batch, rows[:1], is_off=True)
-            seconds = np.concatenate((without, self.costs.estimate(batch, rows[1:])))
+            without = self.costs.estimate(batch, rows[:1], Kind.READS)
+            rows_with = rows[1:] + self._usual_drafting_rows(most)
+            seconds = np.concatenate((without, self.costs.estimate(batch, rows_with)))
         else:
             costs = self.graph_costs
             without = costs.alone(batch, rows[:1], is_off=True)
@@ -380,6 +357,40 @@ class DraftBudget:
         fits = rows <= max(self.max_rows, rows[1])
         out: Numbers = np.where(fits, tokens / seconds, 0.0)
         return out
+
+    def _usual_drafting_rows(self, most: Counts) -> float:
+        return 0.0
+
+    @property
+    def rows_are_exact(self) -> bool:
+        return self._pad is None
+
+    def gain(self, batch: int, answer: int, prompt: int = 0, again: int = 0) -> float:
+        """By what one of so many requests takes longer without a drafter than with drafts.
+        `answer`: tokens to write; rows of its `prompt` the drafter has to read, too; those of its
+        context that are computed `again` are for the drafter's sake alone."""
+        reads = float(self.rates(np.full(batch, 1))[0])
+        without = answer / reads * self._read_share(batch) + prompt * self._row(batch)
+        read = (prompt + again) * self._read_cost + again
+        with_drafts = answer / (reads * self._draft_gain(batch)) + prompt * self._row(batch)
+        return without / (with_drafts + read * self._row(batch))
+
+    def _draft_gain(self, batch: int) -> float:
+        """By what drafts multiply the tokens per second, if all requests may have some, compared
+        with a drafter that only reads."""
+        rates = self.rates(np.full(batch, self.numbers[-1]))
+        return float(rates[1:].max() / rates[0])
+
+    def _row(self, batch: int) -> float:
+        """Time of one row more among many."""
+        few, many = self.costs.estimate(batch, np.array([batch + 64, batch + 128]))
+        return float(many - few) / 64
+
+    def _read_share(self, batch: int) -> float:
+        """Time of a step without a drafter over that of one with a drafter that only reads."""
+        one = np.array([batch])
+        rests, reads = (self.costs.estimate(batch, one, k) for k in (Kind.RESTS, Kind.READS))
+        return float(rests[0] / reads[0])
 
     def _explored(self) -> int:
         """The number that holds, now and then the next larger or smaller. Without drafts: with some
@@ -402,21 +413,6 @@ class DraftBudget:
         others = [n for n in (place + 1, place - 1) if 0 <= n < len(rates)]
         others = [n for n in others if rates[n] > WORTH_A_TRIAL * rates.max()]
         return int(self.numbers[others[count % len(others)]]) if others else self.num_drafts
-
-    def _by_scores(self, scores: Numbers, most: Counts) -> DraftChoice:
-        """The most probable drafts of all requests, as many as pay."""
-        batch, size = scores.shape
-        values = self.calibration.values(scores)
-        values[np.arange(size) >= most[:, None]] = 0.0
-        order = np.argsort(-values, axis=None, kind="stable")
-        order = order[: int((values > 0).sum())]
-        gains = np.concatenate(([0.0], np.cumsum(values.ravel()[order])))
-        gains, order = gains[: self.max_rows - batch + 1], order[: self.max_rows - batch]
-        rows = batch + np.arange(len(gains))
-        best = int(((batch + gains) / self.costs.estimate(batch, rows)).argmax())
-        caps = np.bincount(order[:best] // size, minlength=batch)
-        expected = np.where(np.arange(size) < caps[:, None], values, 0.0).sum(1)
-        return DraftChoice(caps, self.max_depth, int(caps.max()), expected, scores)
 
 
 def falling(values: Numbers, weights: Numbers) -> Numbers:

@@ -6,6 +6,7 @@ Shapes: B requests, R rows of a step. Imports no torch.
 from __future__ import annotations
 
 import math
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -13,37 +14,52 @@ from numpy.typing import NDArray
 
 Counts = NDArray[np.int64]
 Numbers = NDArray[np.float64]
+Rows = Counts | Numbers  # other work of a step may count as a part of a row
 
 OFF_SHARE = 0.85  # guess: of a step without drafts, what is left where none are made either
+
+
+class Kind(IntEnum):
+    """What the drafter does in a step, each less than the one before."""
+
+    DRAFTS = 0
+    READS = 1  # the new tokens, to draft later
+    RESTS = 2
 
 
 class StepCosts:
     """What steps cost, relative to each other, by their requests and rows.
 
     Learned from pairs of steps that ran one after the other: how fast the machine is changes, with
-    its other users and with the length of contexts, but hardly from one step to the next. What is
-    learned is how a step's time compares with a first guess, `1 + rows / free_rows`; near it, the
-    same is expected. More rows never cost less.
+    its other users and with the length of contexts, but hardly from one step to the next. What was
+    never seen is expected to compare with what was as `1 + rows / free_rows` does, where
+    `free_rows` is the number by which what was seen agrees best. More rows never cost less.
     """
 
     MEMORY = 20.0  # pairs that a step's cost remembers
     OUTLIER = 3.0  # times what was expected, more does not count
     REACH = 0.15  # natural logarithm of the factor at which a measurement counts 1/e
     RESOLUTION = 8  # classes of rows and of requests per doubling
-    OFF_DISTANCE = 10.0  # such steps tell little of others
+    SCALES = np.array([1.0, 1.0, 10.0])  # one kind of step tells little of another
+    FIT_EVERY = 16  # steps
+    DOUBT = 0.05  # how much the first guess of `free_rows` weighs
 
     def __init__(self, free_rows: float) -> None:
-        self.free_rows = free_rows
-        self._places: dict[tuple[int, int, bool], int] = {}
-        self._points = np.zeros((0, 3))  # log requests, log rows, without drafts
-        self._logs, self._weights = np.zeros(0), np.zeros(0)  # logarithm of time over guess
+        self.free_rows = self._first_guess = free_rows
+        self._places: dict[tuple[int, int, Kind], int] = {}
+        self._points = np.zeros((0, 3))  # log requests, log rows, kind
+        self._logs, self._weights = np.zeros(0), np.zeros(0)  # logarithm of time
         self._last: tuple[int, float] | None = None  # place of the step before, and its logarithm
+        self._num_steps = 0
 
-    def observe(self, batch: int, rows: int, seconds: float, *, is_off: bool = False) -> None:
-        """A step right behind the one that was observed last; `is_off`: it drafted nothing."""
-        place, weights = self._place(batch, rows, is_off), self._weights
-        own = math.log(seconds / float(self._guess(rows, is_off)))
+    def observe(self, batch: int, rows: float, seconds: float, kind: Kind = Kind.DRAFTS) -> None:
+        """A step right behind the one that was observed last."""
+        place, weights = self._place(batch, rows, kind), self._weights
+        own = math.log(seconds)
         before, self._last = self._last, (place, own)
+        self._num_steps += 1
+        if self._num_steps % self.FIT_EVERY == 0:
+            self._fit()
         if before is None or before[0] == place:
             return
         other, theirs = before
@@ -56,38 +72,52 @@ class StepCosts:
         for one in (place, other):
             weights[one] = min(weights[one] + 1, self.MEMORY)
 
-    def estimate(self, batch: int, rows: Counts, *, is_off: bool = False) -> Numbers:
+    def estimate(self, batch: int, rows: Rows, kind: Kind = Kind.DRAFTS) -> Numbers:
         """In a unit of its own.  # rows [n], rising"""
-        guess = self._guess(rows, is_off)
+        guess = self._guess(rows, kind)
         if not self._places:
             return guess
-        here = self._point(batch, rows, is_off)
-        distance = np.abs(here[:, None] - self._points).sum(2) / self.REACH  # [n, points]
+        here = self._point(batch, rows, kind)
+        distance = np.abs(here[:, None] - self._points) @ self.SCALES / self.REACH  # [n, points]
         nearest = distance.min(1, keepdims=True)  # of far ones, too, something counts
         weights = self._weights * np.exp(nearest - distance)
-        logs = (weights * self._logs).sum(1) / weights.sum(1)
+        logs = self._logs - np.log(self._guess(np.exp(self._points[:, 1]), self._points[:, 2]))
+        logs = (weights * logs).sum(1) / weights.sum(1)
         out: Numbers = np.maximum.accumulate(guess * np.exp(logs))
         return out
 
-    def _guess(self, rows: int | Counts, is_off: bool) -> Numbers:
-        return np.asarray(1.0 + np.asarray(rows) / self.free_rows) * (OFF_SHARE**is_off)
+    def _fit(self) -> None:
+        """Steps of as many requests that draft, with different rows, say how much rows cost."""
+        with_drafts = self._points[:, 2] == Kind.DRAFTS
+        points, logs = self._points[with_drafts], self._logs[with_drafts]
+        weights = self._weights[with_drafts]
+        _, load = np.unique(points[:, 0], return_inverse=True)
+        factors = 2.0 ** np.arange(-4, 4.25, 0.25)  # [f]
+        guesses = np.log1p(np.exp(points[:, 1]) / (self._first_guess * factors[:, None]))
+        off_by = logs - guesses  # [f, points]
+        one_load = load == np.arange(load.max(initial=-1) + 1)[:, None]  # [loads, points]
+        means = (off_by * weights) @ one_load.T / (one_load @ weights)
+        spread = (weights * (off_by - means[:, load]) ** 2).sum(1)
+        best = (spread + self.DOUBT * np.log(factors) ** 2).argmin()
+        self.free_rows = self._first_guess * float(factors[best])
 
-    def _point(self, batch: int, rows: Counts, is_off: bool) -> Numbers:
+    def _guess(self, rows: float | Rows, kind: Kind | Numbers) -> Numbers:
+        return np.asarray(1.0 + np.asarray(rows) / self.free_rows) * OFF_SHARE**kind
+
+    def _point(self, batch: int, rows: Rows, kind: Kind) -> Numbers:
         """[n] -> [n, 3]"""
-        return np.stack(
-            np.broadcast_arrays(math.log(batch), np.log(rows), is_off * self.OFF_DISTANCE), axis=-1
-        )
+        return np.stack(np.broadcast_arrays(math.log(batch), np.log(rows), float(kind)), axis=-1)
 
-    def _place(self, batch: int, rows: int, is_off: bool) -> int:
+    def _place(self, batch: int, rows: float, kind: Kind) -> int:
         """Of a kind of step; the first of its kind is believed to be what is expected."""
         classes = [round(self.RESOLUTION * math.log2(x)) for x in (batch, rows)]
-        key = classes[0], classes[1], is_off
+        key = classes[0], classes[1], kind
         if key not in self._places:
-            expected = self.estimate(batch, np.array([rows]), is_off=is_off)[0]
-            ratio = np.log(expected / self._guess(rows, is_off))
+            here = np.array([rows])
+            expected = np.log(self.estimate(batch, here, kind))
             self._places[key] = len(self._places)
-            self._points = np.vstack((self._points, self._point(batch, np.array([rows]), is_off)))
-            self._logs, self._weights = np.append(self._logs, ratio), np.append(self._weights, 1.0)
+            self._points = np.vstack((self._points, self._point(batch, here, kind)))
+            self._logs, self._weights = np.append(self._logs, expected), np.append(self._weights, 1)
         return self._places[key]
 
 
