@@ -175,7 +175,7 @@ def test_greedy_acceptance_is_the_engines_for_every_k(
     ("method", "changes"),
     [
         *(("p-eagle", kind) for kind in ({}, {"correction_size": 12}, {"sliding_window": 9})),
-        *(("eagle3", kind) for kind in ({}, {"num_hidden_layers": 2}, {"sliding_window": 8})),
+        *(("eagle3", kind) for kind in ({}, {"sliding_window": 8})),
         ("eagle3", {"draft_vocab_size": 25, "norm_output": True}),
     ],
 )
