@@ -43,6 +43,7 @@ COD = "train/test_cod.py", "teacher_forcing/test_partition.py"
 PARTITION = ("teacher_forcing/test_partition.py",)
 LOSSES = ("train/test_losses.py",)
 HEAD_WINDOWS = "teacher_forcing/test_parity_with_serving.py", "evaluate/test_engine_agreement.py"
+BEAMS = ("evaluate/test_engine_agreement.py",)
 DATASET = ("data/test_dataset.py",)
 OPTIMIZER = ("train/test_optimizer.py",)
 LAYOUT = ("checkpoints/test_vllm_layout.py",)
@@ -358,6 +359,11 @@ MUTANTS = (
     ),
     Mutant("teacher_forcing/draft_model.py", "else window - step", "else window", HEAD_WINDOWS),
     Mutant("teacher_forcing/draft_model.py", "step - window + 1)", "step - window)", HEAD_WINDOWS),
+    Mutant("evaluate/beams.py", "self.slot < anchors", "self.slot <= anchors", BEAMS),
+    Mutant("evaluate/beams.py", "(same_document & before_anchor)", "before_anchor", BEAMS),
+    Mutant("evaluate/beams.py", "self.position < window", "self.position <= window", BEAMS),
+    Mutant("evaluate/beams.py", "row) & 1 > 0", "row) >= 0", BEAMS),
+    Mutant("speculation/trees.py", "(depth < num_depths", "(depth <= num_depths", BEAMS),
     Mutant(
         "teacher_forcing/draft_model.py",
         "(segment.elements, segment.positions, (window,))",
@@ -477,9 +483,9 @@ MUTANTS = (
     ),
     Mutant("models/correction.py", " + own.logsumexp(-1, keepdim=True)", "", CORRECTION),
     Mutant(
-        "kernels/reference/trees.py",
-        "log_probs.masked_fill(~is_drafted, -torch.inf)",
-        "log_probs",
+        "speculation/trees.py",
+        "lattice.log_probs.masked_fill(~is_drafted, -torch.inf)",
+        "lattice.log_probs",
         TREES,
     ),
     Mutant("kernels/reference/trees.py", "(depth <= path.num", "(depth < path.num", TREES),

@@ -63,7 +63,11 @@ def test_data_gives_a_table(command: Shell, head: str, data: str) -> None:
 
 
 @pytest.mark.slow
-def test_trees_stand_beside_chains(command: Shell, head: str, data: str) -> None:
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_trees_stand_beside_chains(
+    method: str, command: Shell, model: str, data: str, tmp_path: Path
+) -> None:
+    head = str(write_head(tmp_path / "head", Path(model), method))
     arguments = ("evaluate", head, "--data", data, "--spec-tokens", "2", "--spec-nodes")
     assert command(*arguments, "9", *CPU, "--json") == 0
     lengths = command.json["trees"]["all"]["acceptance_length"]
@@ -74,6 +78,18 @@ def test_trees_stand_beside_chains(command: Shell, head: str, data: str) -> None
     assert "N=9" in command.out
     assert command(*arguments, "64", *CPU) == 2
     assert "--spec-nodes 64 is out of range" in command.err
+
+
+def test_a_beam_is_no_deeper_than_the_engines(
+    command: Shell, model: str, data: str, tmp_path: Path
+) -> None:
+    head = str(write_head(tmp_path / "head", Path(model), "eagle3", max_speculative_tokens=9))
+    arguments = ("evaluate", head, "--data", data, "--limit", "1", "--spec-nodes", "5", *CPU)
+    assert command(*arguments, "--spec-tokens", "9") == 2
+    assert "cannot draft 9 tokens behind each other in a tree" in command.err
+    assert "use 1 to 8" in command.err
+    assert command(*arguments, "--json") == 0
+    assert command.json["num_speculative_tokens"] == 8
 
 
 def test_sampled_text_is_verified_both_ways(command: Shell, head: str, prompts: str) -> None:

@@ -12,25 +12,26 @@ import torch
 from peagle.checkpoints.heads.loading import load_head
 from peagle.config import EngineConfig, Verification
 from peagle.data.dataset import Dataset, DatasetWriter, Row
+from peagle.data.packing import pack
 from peagle.engine.engine import Engine, Speculation
-from peagle.engine.request import Request
+from peagle.engine.request import DraftTree, Request
 from peagle.evaluate import contexts
+from peagle.evaluate.beams import BeamLattices
 from peagle.evaluate.evaluator import Evaluator
 from peagle.evaluate.recall import evaluate_greedy
 from peagle.evaluate.sampled import SampledAcceptance, evaluate_sampled
 from peagle.evaluate.trees import evaluate_trees
 from peagle.models.eagle import EagleNetwork
-from peagle.models.eagle3 import Eagle3Drafter
-from peagle.models.p_eagle import PEagleDrafter
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
 from peagle.speculation.statistics import SpecDecodeStats
+from peagle.speculation.trees import MAX_BEAM_DEPTH, depths, grow_tree, limited
 from peagle.teacher_forcing.draft_model import DraftModel, autocast
 from peagle.teacher_forcing.features import OnlineFeatures
 from peagle.train.loop import TrainingRun
 from peagle.train.setup import assemble
 from tests.tiny import training
-from tests.tiny.models import DEEP, ROPE
+from tests.tiny.models import DEEP, ROPE, head_drafter
 
 K = 4
 AUX_LAYERS = (2, 3, 5)
@@ -57,14 +58,11 @@ def run_engine(
     **config: Any,
 ) -> tuple[list[Request], SpecDecodeStats]:
     """`steps`: gets each step that verified drafts."""
-    drafter = (
-        PEagleDrafter(network) if network.config.method == "p-eagle" else Eagle3Drafter(network)
-    )
     engine = Engine(
         target(),
         EngineConfig(max_num_seqs=8, **config),
         eos_token_ids=EOS,
-        speculation=Speculation(drafter, k, verification, num_draft_nodes),
+        speculation=Speculation(head_drafter(network), k, verification, num_draft_nodes),
     )
     requests = [
         engine.add_request(str(n), prompt, params, seed=n)
@@ -100,12 +98,12 @@ def write_answers(folder: Path, requests: list[Request], max_tokens: int) -> Dat
     return Dataset(folder)
 
 
-def evaluator(dataset: Dataset, **options: Any) -> Evaluator:
+def evaluator(dataset: Dataset, k: int = K, **options: Any) -> Evaluator:
     return Evaluator(
         dataset,
         list(range(len(dataset))),
         OnlineFeatures(target(), AUX_LAYERS),
-        K,
+        k,
         tokens_per_row=128,
         max_rows=200,
         chunk_rows=50,
@@ -173,11 +171,18 @@ def test_greedy_acceptance_is_the_engines_for_every_k(
     assert result.acceptance_length(K) > (1.4 if kind == "trained" else 1.0)
 
 
-@pytest.mark.parametrize("changes", [{}, {"correction_size": 12}, {"sliding_window": 9}])
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        *(("p-eagle", kind) for kind in ({}, {"correction_size": 12}, {"sliding_window": 9})),
+        *(("eagle3", kind) for kind in ({}, {"sliding_window": 8})),
+        ("eagle3", {"draft_vocab_size": 25, "norm_output": True}),
+    ],
+)
 def test_acceptance_of_trees_is_the_engines_for_every_number_of_nodes(
-    changes: dict[str, int], tmp_path: Path
+    method: str, changes: dict[str, int], tmp_path: Path
 ) -> None:
-    network = random_head("p-eagle", **changes)
+    network = random_head(method, **changes)
     params = SamplingParams(temperature=0.0, max_tokens=21)
     sizes = (1, 3, 7, 20)
     runs = [run_engine(network, K, params, num_draft_nodes=n) for n in sizes]
@@ -192,15 +197,51 @@ def test_acceptance_of_trees_is_the_engines_for_every_number_of_nodes(
     assert result.acceptance_length(max(sizes)) > result.acceptance_length(1)
 
 
-def test_a_path_that_ends_in_a_leaf_rejects_nothing(tmp_path: Path) -> None:
-    network, num_nodes = random_head("p-eagle"), 9
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 8, "num_hidden_layers": 2}])
+def test_a_beam_at_an_anchor_of_packed_text_is_the_one_that_the_engine_drafts(
+    changes: dict[str, int], tmp_path: Path
+) -> None:
+    """Node by node, where the beam is as deep as it can be."""
+    k, num_nodes = MAX_BEAM_DEPTH, 40
+    network = random_head("eagle3", **changes)
+    network.norm.weight.mul_(2)  # so sure that some paths go all the way down
+    speculation = Speculation(head_drafter(network), k, num_draft_nodes=num_nodes)
+    engine = Engine(target(), EngineConfig(), eos_token_ids=EOS, speculation=speculation)
+    params = SamplingParams(temperature=0.0, max_tokens=21)
+    requests = [engine.add_request(str(n), prompt, params) for n, prompt in enumerate(PROMPTS)]
+    drafted: list[list[DraftTree]] = [[] for _ in requests]
+    for request, trees in zip(requests, drafted, strict=True):
+        request.draft_trees = trees
+    while engine.has_unfinished:
+        engine.step()
+    dataset = write_answers(tmp_path, requests, 21)
+    model, offline = DraftModel(network), evaluator(dataset, k)
+    row = pack(dataset, list(range(len(dataset))), int(dataset.lengths.sum()))
+    counts, starts = offline.draft_counts(model, row), dataset.lengths.cumsum(0) - dataset.lengths
+    found = [(n, tree) for n, trees in enumerate(drafted) for tree in trees]
+    newest = [starts[n] + len(PROMPTS[n]) + tree.num_outputs - 1 for n, tree in found]
+    anchors = torch.stack(newest) - 1
+    with torch.no_grad():
+        lattice = BeamLattices(offline, network, row, counts)(anchors)
+    ours = grow_tree(*limited(lattice, counts[anchors]), num_nodes)
+    sizes = (ours.scores > -torch.inf).sum(1).tolist()
+    for number, (_, tree) in enumerate(found):
+        assert ours.token_ids[number, : sizes[number]].tolist() == tree.token_ids
+        assert ours.parents[number, : sizes[number]].tolist() == tree.parents
+    assert int(depths(ours.parents).max()) == k
+    assert min(sizes) < num_nodes == max(sizes)
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_a_path_that_ends_in_a_leaf_rejects_nothing(method: str, tmp_path: Path) -> None:
+    network, num_nodes = random_head(method), 9
     params = SamplingParams(temperature=0.0, max_tokens=21)
     requests, _ = run_engine(network, 1, params)
     dataset = write_answers(tmp_path, requests, 21)
     found = evaluate_trees(evaluator(dataset), DraftModel(network), num_nodes)
     ours = found.acceptance.groups["all"][-1]
     reached, accepted = [0] * K, [0] * K
-    speculation = Speculation(PEagleDrafter(network), K, num_draft_nodes=num_nodes)
+    speculation = Speculation(head_drafter(network), K, num_draft_nodes=num_nodes)
     engine = Engine(target(), EngineConfig(), eos_token_ids=EOS, speculation=speculation)
     for prompt in PROMPTS:
         request = engine.add_request("x", prompt, params)
@@ -220,13 +261,14 @@ def test_a_path_that_ends_in_a_leaf_rejects_nothing(tmp_path: Path) -> None:
     assert reached[1] < accepted[0]  # some did
 
 
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_acceptance_by_context_is_what_the_engine_counts_at_that_length(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bounds = (6, 12, 18)
     monkeypatch.setattr(contexts, "BOUNDS", bounds)
     monkeypatch.setattr(contexts, "NAMES", ("a", "b", "c", "d"))
-    network, num_nodes = random_head("p-eagle"), 7
+    network, num_nodes = random_head(method), 7
     params = SamplingParams(temperature=0.0, max_tokens=21)
     for nodes in (None, num_nodes):
         steps: list[Step] = []
@@ -248,14 +290,25 @@ def test_acceptance_by_context_is_what_the_engine_counts_at_that_length(
         assert sum(s.num_accepted_tokens for s in per_token) > sum(s.accepted for s in steps) > 0
 
 
-def test_limits_of_context_and_head_count_as_in_the_engine(tmp_path: Path) -> None:
-    network = random_head("p-eagle", max_position_embeddings=14)
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+@pytest.mark.parametrize("num_nodes", [None, 9])
+def test_limits_of_context_and_head_count_as_in_the_engine(
+    method: str, num_nodes: int | None, tmp_path: Path
+) -> None:
+    network = random_head(method, max_position_embeddings=14)
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    requests, stats = run_engine(network, K, params, max_model_len=20)
+    limits = {"max_model_len": 20}
+    requests, stats = run_engine(network, K, params, num_draft_nodes=num_nodes, **limits)
     assert {r.num_tokens for r in requests} == {20}
-    dataset = write_answers(tmp_path, requests, 60)
-    result = evaluator(dataset, max_model_len=20)(DraftModel(network))
-    assert acceptance(result.groups["all"][K - 1]) == acceptance(stats)
+    offline = evaluator(write_answers(tmp_path, requests, 60), **limits)
+    if num_nodes is None:
+        ours = offline(DraftModel(network)).groups["all"][K - 1]
+        assert acceptance(ours) == acceptance(stats)
+    else:
+        found = evaluate_trees(offline, DraftModel(network), num_nodes)
+        ours = found.acceptance.groups["all"][-1]
+        assert ours.num_drafts == stats.num_drafts
+        assert ours.num_accepted_tokens == stats.num_accepted_tokens > 0
 
 
 @pytest.mark.slow

@@ -90,9 +90,7 @@ def evaluate(
             found = found._replace(good=_not_empty(held_out, "prompt", prompts)[:limit])
     dataset = Dataset(data) if data else None
     pair = load_pair(head, model, engine.config())
-    k = pair.check_depth(spec_tokens)
-    if spec_nodes is not None:
-        pair.check_nodes(spec_nodes, k)
+    k = pair.check_drafts(spec_tokens, spec_nodes)
     with tempfile.TemporaryDirectory(prefix="peagle-evaluate-") as folder:
         if found is not None:
             render.note(f"answering {len(found.good)} prompts first")

@@ -30,7 +30,7 @@ from peagle.prepare.answers import EmbeddedAnswers
 from peagle.prepare.dataset_spec import DatasetSpec
 from peagle.prepare.preparation import ALL_ROWS, Preparation, PreparationCounts
 from peagle.sampling_params import SamplingParams
-from peagle.speculation.trees import BEAM, num_candidates
+from peagle.speculation.trees import BEAM, max_tree_depth, num_candidates
 from peagle.teacher_forcing.draft_model import DraftModel, autocast
 from peagle.teacher_forcing.features import OnlineFeatures
 from peagle.teacher_forcing.partition import UNPADDED, Shapes
@@ -49,27 +49,23 @@ class Pair:
     def max_model_len(self) -> int:
         return self.config.max_model_len or self.target.config.max_position_embeddings
 
-    def check_depth(self, num_speculative_tokens: int | None) -> int:
-        """The K up to which the head can be evaluated."""
+    def check_drafts(self, num_speculative_tokens: int | None, num_draft_nodes: int | None) -> int:
+        """The K up to which the head can be evaluated, by chains and by trees of so many nodes."""
         head = self.network.config
         most = MAX_SPECULATIVE_TOKENS if head.method == "eagle3" else head.max_speculative_tokens
-        k = num_speculative_tokens or head.max_speculative_tokens
-        if not 1 <= k <= most:
-            raise ConfigError(f"this head cannot draft {k} tokens", hint=f"use 1 to {most}")
-        return k
-
-    def check_nodes(self, num_draft_nodes: int, depth: int) -> None:
-        """Whether a tree of this depth can have so many nodes."""
-        if self.network.config.method != "p-eagle":
-            raise ConfigError(
-                f"{self.network.config.method} cannot draft trees", hint="drop --spec-nodes"
-            )
-        most = min(MAX_DRAFT_NODES, num_candidates(depth, BEAM))
-        if not 1 <= num_draft_nodes <= most:
+        what = "tokens"
+        if num_draft_nodes is not None:
+            most, what = max_tree_depth(head.method, most), "tokens behind each other in a tree"
+        depth = num_speculative_tokens or min(head.max_speculative_tokens, most)
+        if not 1 <= depth <= most:
+            raise ConfigError(f"this head cannot draft {depth} {what}", hint=f"use 1 to {most}")
+        most_nodes = min(MAX_DRAFT_NODES, num_candidates(depth, BEAM))
+        if num_draft_nodes is not None and not 1 <= num_draft_nodes <= most_nodes:
             raise ConfigError(
                 f"a tree of depth {depth} cannot have {num_draft_nodes} nodes",
-                hint=f"use 1 to {most}",
+                hint=f"use 1 to {most_nodes}",
             )
+        return depth
 
 
 def load_pair(head: str, model: str | None, config: EngineConfig) -> Pair:

@@ -1,4 +1,4 @@
-"""Acceptance of drafts that are trees, for every number of nodes in one pass over the text.
+"""Acceptance of drafts that are trees, for every number of nodes at once.
 
 Any first n nodes of a tree are the best tree of n nodes, so one tree of N nodes at an anchor tells
 what each smaller one would have had accepted there: the nodes on the path that the text takes
@@ -9,14 +9,16 @@ Shapes: n slots of a packed row, K depths, M candidates of each, A anchors, N no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from peagle.data.packing import PackedRow
+from peagle.evaluate.beams import BeamLattices
 from peagle.evaluate.contexts import ContextAcceptance, by_context
 from peagle.evaluate.evaluator import Document, Evaluation, Evaluator, summed
 from peagle.evaluate.replay import visited_steps
@@ -32,11 +34,12 @@ from peagle.speculation.trees import (
     depths,
     grow_tree,
     independent,
+    limited,
     walk_tree,
 )
 from peagle.teacher_forcing.draft_model import DraftModel
 
-ANCHORS_AT_ONCE = 512
+ANCHORS_AT_ONCE = 128  # each is 8 rows of a beam, with scores for all that they see
 NOT_WRITTEN = -1  # the text ends before
 
 
@@ -44,7 +47,7 @@ class DraftStates(NamedTuple):
     """States after the final norm at every anchor and depth, and the best tokens of each."""
 
     normed: Tensor  # [n, K, H]
-    candidates: Candidates  # [n, K, M]; -inf where nothing is drafted
+    candidates: Candidates  # [n, K, M]
 
 
 @dataclass(frozen=True)
@@ -85,28 +88,26 @@ def _outcomes(evaluator: Evaluator, model: DraftModel, row: PackedRow, num_nodes
     """[2, n, N]: of the first 1 .. N nodes of a tree at each anchor, how many are accepted, and
     whether the last of these has no child."""
     counts = evaluator.draft_counts(model, row)  # [n]
-    states = _draft_states(evaluator, model, row, counts)
+    lattices, device = _lattices(evaluator, model, row, counts), model.network.norm.weight.device
     anchors = torch.nonzero(counts > 0).flatten()
     outcomes = torch.zeros(2, len(counts), num_nodes, dtype=torch.long)
-    for part in torch.split(anchors, ANCHORS_AT_ONCE):
-        outcomes[:, part] = _outcomes_at(model.network, states, row, part, num_nodes).cpu()
+    at_once = max(min(ANCHORS_AT_ONCE, evaluator.max_rows // BEAM), 1)
+    for part in torch.split(anchors, at_once):
+        lattice = limited(lattices(part.to(device)), counts[part].to(device))
+        outcomes[:, part] = _outcomes_at(lattice, row, part, num_nodes).cpu()
     return outcomes
 
 
-def _outcomes_at(
-    network: EagleNetwork, states: DraftStates, row: PackedRow, anchors: Tensor, num_nodes: int
-) -> Tensor:
+def _outcomes_at(lattice: Lattice, row: PackedRow, anchors: Tensor, num_nodes: int) -> Tensor:
     """[2, A, N]"""
-    depth = states.normed.shape[1]
-    here = anchors.to(states.normed.device)
-    candidates = Candidates(*(x[here] for x in states.candidates))
-    tree = grow_tree(*_lattice(network, states.normed[here], candidates), num_nodes)
-    text = _continuations(row, anchors, depth + 1).to(here.device)  # [A, K+1]
+    depth, here = lattice.token_ids.shape[1], lattice.token_ids.device
+    tree = grow_tree(*lattice, num_nodes)
+    text = _continuations(row, anchors, depth + 1).to(here)  # [A, K+1]
     row_depths = depths(tree.parents)  # [A, N+1]
     num_there = (tree.scores > -torch.inf).sum(1)
     walk = walk_tree(tree.token_ids, tree.parents, num_there, text.gather(1, row_depths), depth)
-    taken = torch.arange(1, depth + 1, device=here.device) <= walk.num_accepted[:, None]  # [A, K]
-    nodes = torch.arange(1, num_nodes + 1, device=here.device)
+    taken = torch.arange(1, depth + 1, device=here) <= walk.num_accepted[:, None]  # [A, K]
+    nodes = torch.arange(1, num_nodes + 1, device=here)
     accepted = (taken[:, :, None] & (walk.rows[:, 1:, None] <= nodes)).sum(1)  # [A, N]
     last = walk.rows.gather(1, accepted)  # [A, N]: the row at which the walk ends
     return torch.stack((accepted, _first_children(tree, num_there).gather(1, last) > nodes))
@@ -121,8 +122,21 @@ def _first_children(tree: Tree, num_there: Tensor) -> Tensor:
     return none.scatter_reduce(1, tree.parents, nodes, "amin")
 
 
-def _lattice(network: EagleNetwork, normed: Tensor, candidates: Candidates) -> Lattice:
+def _lattices(
+    evaluator: Evaluator, model: DraftModel, row: PackedRow, counts: Tensor
+) -> Callable[[Tensor], Lattice]:
+    """The lattices at anchors [A] with so many drafts [n] behind each other. Behind these, they
+    mean nothing."""
+    if model.network.config.method == "eagle3":
+        return BeamLattices(evaluator, model.network, row, counts)
+    states = _draft_states(evaluator, model, row, counts)
+    return partial(_lattice, model.network, states)
+
+
+def _lattice(network: EagleNetwork, states: DraftStates, anchors: Tensor) -> Lattice:
     """As models/p_eagle.py makes it of a batch."""
+    normed = states.normed[anchors]
+    candidates = Candidates(*(x[anchors] for x in states.candidates))
     if network.correction is None or normed.shape[1] == 1:
         return Lattice(candidates.token_ids, independent(candidates.log_probs))
     log_probs = network.correction.log_probs(
@@ -132,8 +146,7 @@ def _lattice(network: EagleNetwork, normed: Tensor, candidates: Candidates) -> L
         network.embedding.weight,
         network.output_rows(candidates.token_ids),
     )
-    is_drafted = candidates.log_probs[..., :1, None] > -torch.inf  # [A, K, 1, 1]
-    return Lattice(candidates.token_ids, log_probs.masked_fill(~is_drafted, -torch.inf))
+    return Lattice(candidates.token_ids, log_probs)
 
 
 def _continuations(row: PackedRow, anchors: Tensor, count: int) -> Tensor:
@@ -152,7 +165,7 @@ def _draft_states(
     weight, size = network.norm.weight, (len(counts), evaluator.max_tokens)
     normed = weight.new_zeros(*size, network.config.hidden_size)
     token_ids = weight.new_zeros(*size, BEAM, dtype=torch.long)
-    log_probs = weight.new_full((*size, BEAM), -torch.inf, dtype=torch.float32)
+    log_probs = weight.new_zeros(*size, BEAM, dtype=torch.float32)
     for segment in evaluator.segments_of(network, row, counts):
         here = segment.to(weight.device)
         with evaluator.autocast():

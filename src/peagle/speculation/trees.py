@@ -93,6 +93,13 @@ def grow_tree(token_ids: Tensor, log_probs: Tensor, num_nodes: int) -> Tree:
     return _best_nodes(torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1), num_nodes)
 
 
+def limited(lattice: Lattice, num_depths: Tensor) -> Lattice:
+    """Its first depths, so many [B], alone."""
+    depth = torch.arange(lattice.token_ids.shape[1], device=num_depths.device)
+    is_drafted = (depth < num_depths[:, None])[..., None, None]
+    return lattice._replace(log_probs=lattice.log_probs.masked_fill(~is_drafted, -torch.inf))
+
+
 def continuations(beam_scores: Tensor, log_probs: Tensor) -> Tensor:
     """Of paths [B, M], each with M candidates behind it [B, M, M].  # -> [B, M * M]"""
     return (beam_scores[:, :, None] + log_probs).flatten(1)

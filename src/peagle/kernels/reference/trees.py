@@ -103,9 +103,8 @@ def store_tree(
 ) -> None:
     """The drafts of these slots' next step: the best nodes, at most as many as each may have."""
     assert state.trees is not None
-    depth = torch.arange(token_ids.shape[1], device=slots.device)
-    is_drafted = (depth < num_depths[:, None])[..., None, None]
-    tree = trees.grow_tree(token_ids, log_probs.masked_fill(~is_drafted, -torch.inf), num_nodes)
+    lattice = trees.limited(trees.Lattice(token_ids, log_probs), num_depths)
+    tree = trees.grow_tree(*lattice, num_nodes)
     size = tree.token_ids.shape[1]  # few depths have fewer candidates
     state.drafts[slots, :size] = tree.token_ids
     state.trees.parents[slots, :size] = tree.parents
