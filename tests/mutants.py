@@ -580,6 +580,16 @@ MUTANTS = (
     Mutant("data/chat_formats.py", 'self.reads_calls or b.kind != "call"', "True", FORMATS),
     Mutant("data/chat_formats.py", "at = len(self._rest) - held", "at = len(self._rest)", FORMATS),
     # How many drafts a step verifies.
+    Mutant("engine/rests.py", "if gain < GAIN_TO_WAKE", "if gain < 0", AUTO),
+    Mutant("engine/rests.py", "request.has_rested or ", "", AUTO),
+    Mutant("engine/scheduler.py", "request.block_keys.clear()", "pass", AUTO),
+    Mutant("engine/request.py", "0 if self.rests else", "", AUTO),
+    Mutant("engine/scheduler.py", "and budget.rows_are_exact and", "and", AUTO),
+    Mutant("speculation/node_budget.py", "outcomes.paths[there]", "outcomes.paths", BUDGET),
+    Mutant("speculation/node_budget.py", "drafting_rows=drafting", "drafting_rows=0.0", BUDGET),
+    Mutant("speculation/node_budget.py", "means[:, :drafted] +=", "means[:, :] +=", BUDGET),
+    Mutant("speculation/node_budget.py", "min(int((values > 0).sum()),", "min(", BUDGET),
+    Mutant("speculation/costs.py", "self.free_rows = self._first_guess *", "_ =", BUDGET),
     Mutant("speculation/budget.py", "steps = batch - fewer", "steps = batch", BUDGET),
     Mutant("speculation/budget.py", "if n * batch <= rows]", "if n <= rows]", BUDGET),
     Mutant(

@@ -105,7 +105,6 @@ def any_choice(engine: Engine, seed: int) -> None:
     engine.budget.__class__ = AnyChoice
     assert isinstance(engine.budget, AnyChoice)
     engine.budget.rng = random.Random(seed)
-    engine.scheduler._since_woken = 1000  # at once
 
 
 @both_forms

@@ -4,6 +4,7 @@ engine         step(): schedule, launch, collect
 scheduler      which rows a step computes: admission, prompt chunks, drafts, preemption
 host_batch     what the host knows of all slots, as columns
 request        one request: its tokens, what it asks for, how it ended
+rests          which requests are left to the target alone, because a drafter would slow them down
 runner         runs rows as a step, eagerly or as one of few CUDA graphs
 cuda_graphs    a step as a CUDA graph: captured once, replayed from then on
 step           one step as a function of tensors: verify, commit, draft for the next step

@@ -26,15 +26,11 @@ from peagle.engine.clock import Clock, Shares
 from peagle.engine.host_batch import NEVER, Column, HostBatch
 from peagle.engine.prefix_cache import Key, PrefixCacheStats, extend_keys
 from peagle.engine.request import Request, Status
+from peagle.engine.rests import Rests
 from peagle.engine.sampler import SAMPLINGS, sampling_of
 from peagle.speculation.budget import DraftBudget, DraftChoice
 from peagle.speculation.draft_limit import num_drafted_rows
 
-# While drafts do not pay, one of so many requests has some, to see whether that is still so.
-SAMPLE_EVERY = 64
-WAKE_EVERY = 16  # steps between two looks whether requests are to have drafts again
-# By what drafts must make a request faster: to start with them; to compute what it knows again.
-GAIN_TO_START, GAIN_TO_WAKE = 0.95, 1.1
 # Blocks taken ahead while there are plenty, so that the host does it less often: most answers get
 # all of theirs when they are admitted, and the device is told once.
 BLOCKS_AHEAD = 16
@@ -107,8 +103,9 @@ class Scheduler:
         self._prompting: list[Slot] = []  # those whose newest token has not been launched
         self._eos_token_ids = eos_token_ids
         self._num_admitted = self._num_preempted = 0
-        self._since_woken = 0
-        self._mean_answer = 256.0  # tokens of answers lately; at first a guess
+        self._rests = None
+        if budget is not None and budget.rows_are_exact and max_draft_tokens is not None:
+            self._rests = Rests(budget)
         self._free = list(range(max_num_seqs))[::-1]
 
     def add(self, request: Request) -> None:
@@ -118,7 +115,8 @@ class Scheduler:
         num_preempted = self._num_preempted
         grown = self._pass_windows() if self.allocator.has_windows else []
         grown += self._make_room()
-        self._wake()
+        if self._rests is not None:
+            self._wake(self._rests)
         slots = self.batch.ready().nonzero()[0]
         caps, drafts = self._caps(slots)
         num_drafts = int(caps.sum())
@@ -144,10 +142,11 @@ class Scheduler:
 
     def finish(self, request: Request) -> None:
         """Frees the request wherever it stands. Its `finish` was called."""
-        self._mean_answer += (request.num_outputs - self._mean_answer) / 16
         slot = self.slot_of(request)
         if slot is not None:
             self._close(slot)
+            if self._rests is not None:
+                self._rests.ended(request)
         elif request in self.waiting:
             self.waiting.remove(request)
 
@@ -196,7 +195,8 @@ class Scheduler:
             request = self.waiting[0]
             limit = len(request.prompt_token_ids) + request.max_tokens
             most = limit + request.cache_slack
-            self._let_rest(request)
+            if self._rests is not None:
+                self._let_rest(request, self._rests.starts(request, self._load))
             table = self.allocator.open_table(most, self._keys(request))
             num_cached = table.capacity
             has_room = self.allocator.grow(table, self._first_tokens(request, most))
@@ -211,42 +211,17 @@ class Scheduler:
             self._grow(slot, 0)
         return admitted
 
-    def _let_rest(self, request: Request) -> None:
-        """Decides whether a request that is about to start has drafts. With many others it may be
-        faster if the drafter does not even read what it says. Under CUDA graphs nothing would be
-        gained."""
-        rests = (
-            self.budget is not None
-            and self.budget.rows_are_exact
-            and self.max_draft_tokens is not None
-            and not request.has_rested
-            and self._num_admitted % SAMPLE_EVERY != 0
-            and self.budget.gain(self._load, *self._work(request)) < GAIN_TO_START
-        )
+    def _let_rest(self, request: Request, rests: bool) -> None:
         if rests != request.rests:
             request.rests = rests
             request.block_keys.clear()  # others, where the drafter's rows are there as well
 
-    def _work(self, request: Request) -> tuple[int, int]:
-        """Tokens that a request will write, as far as one can know, and rows before the first."""
-        answer = min(request.max_tokens, int(self._mean_answer)) - request.num_outputs
-        return max(answer, 1), request.num_tokens
-
-    def _wake(self) -> None:
-        """Sends one request that rests back, to come again with drafts, if it will be faster in
-        spite of all that has to be computed again. Each comes back once."""
-        self._since_woken += 1
-        if self._since_woken < WAKE_EVERY or self.budget is None:
-            return
-        self._since_woken = 0
-        resting = [slot for slot in self.running.values() if slot.request.rests]
-        if not resting:
-            return
-        slot = max(resting, key=lambda s: s.request.max_tokens - s.request.num_tokens)
-        answer, again = self._work(slot.request)
-        if self.budget.gain(self._load, answer, again=again) > GAIN_TO_WAKE:
-            slot.request.has_rested = True
-            self._preempt(slot)
+    def _wake(self, rests: Rests) -> None:
+        """Sends a request back, to come again with drafts."""
+        running = {slot.request: slot for slot in self.running.values() if slot.request.rests}
+        woken = rests.woken(list(running), self._load)
+        if woken is not None:
+            self._preempt(running[woken])
 
     @property
     def _load(self) -> int:
