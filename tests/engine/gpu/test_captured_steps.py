@@ -257,16 +257,18 @@ class Turns(DraftBudget):
         return DraftChoice(caps, K if number else 0, number, np.zeros(len(most)), None, mean)
 
 
-@pytest.mark.parametrize("name", ["p-eagle", "eagle3"])
+@pytest.mark.parametrize(
+    ("name", "nodes"), [("p-eagle", NODES), ("eagle3", None), ("eagle3", NODES)]
+)
 @pytest.mark.parametrize("params", [[GREEDY], SAMPLED], ids=["greedy", "sampled"])
 def test_numbers_of_drafts_that_change_from_step_to_step_leave_the_answers_alone(
-    name: str, params: list[SamplingParams]
+    name: str, nodes: int | None, params: list[SamplingParams]
 ) -> None:
     jobs, target = jobs_of(params), models("cpu", HEADS[name])[0]
     engine = captured_engine(
         *models("cuda", HEADS[name]),
         "coupled",
-        NODES if name == "p-eagle" else None,
+        nodes,
         auto=True,
         max_num_batched_tokens=BATCH * (NODES + 1),
     )
@@ -275,6 +277,31 @@ def test_numbers_of_drafts_that_change_from_step_to_step_leave_the_answers_alone
     expected = [naive.answer(target, job, max_model_len=CONTEXT) for job in jobs]
     assert engines.answers_of(engines.run(engine, jobs)) == expected
     assert {shape.feeds for shape in captured_shapes(engine)} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes"), [("p-eagle", None), ("p-eagle", NODES), ("eagle3", NODES)]
+)
+def test_layers_with_block_tables_of_their_own_give_plain_decodings_answers(
+    name: str, nodes: int | None
+) -> None:
+    target, head = {"sliding_windows": (8, None)}, HEADS[name]
+    jobs = [*jobs_of([GREEDY], count=6), Job(LONG_PROMPT, GREEDY), Job(LONG_PROMPT[:60], GREEDY)]
+    exact, _ = models("cpu", head, **target)
+    expected = [naive.answer(exact, job, max_model_len=CONTEXT) for job in jobs]
+    engine = captured_engine(*models("cuda", head, **target), "coupled", nodes)
+    assert len(engine.runner.models.state.block_tables) > 1
+    assert engines.answers_of(engines.run(engine, jobs)) == expected
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_requests_of_other_depths_than_the_engines_give_plain_decodings_answers(depth: int) -> None:
+    params = dataclasses.replace(GREEDY, num_speculative_tokens=depth)
+    target, jobs = models("cpu", HEADS["p-eagle"])[0], jobs_of([params])
+    expected = [naive.answer(target, job, max_model_len=CONTEXT) for job in jobs]
+    engine = captured_engine(*models("cuda", HEADS["p-eagle"]), "coupled", NODES)
+    assert engines.answers_of(engines.run(engine, jobs)) == expected
+    assert depth in {shape.depth for shape in captured_shapes(engine)}
 
 
 def test_after_a_warm_up_greedy_requests_capture_nothing() -> None:

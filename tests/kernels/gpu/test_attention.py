@@ -15,6 +15,7 @@ from torch import Tensor
 
 from peagle.engine.blocks import BlockTable
 from peagle.engine.kv_cache import PagedKVCache
+from peagle.kernels.gpu import attention
 from peagle.kernels.gpu.attention import FEW_PROGRAMS, choose_splits, paged_attention, tile
 from peagle.kernels.reference import attention as reference
 from peagle.kernels.reference.attention import Scores
@@ -137,6 +138,25 @@ def test_a_window_ends_before_a_tree_whose_earlier_rows_are_cached(window: int) 
     for seed in range(3):
         whole = with_trees(make_case(shape, torch.float32, seed), seed)
         check_later_rows(whole, shape, 2, 3, window)
+
+
+@pytest.mark.slow
+def test_two_compiled_forms_serve_all_depths_of_a_beam(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for ancestors of up to 32 bits, one for more: a graph of K depths has K - 1 of them."""
+    shape = Shape((Item(9, 66), Item(100, 157)), 57, group=3)
+    whole = with_trees(make_case(shape, torch.float32), seed=3)
+    forms, kernel = set(), attention._attend
+
+    class Recorded:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **sizes: (
+                forms.add(tuple(sizes.items())) or kernel[grid](*args, **sizes)
+            )
+
+    monkeypatch.setattr(attention, "_attend", Recorded())
+    for first_row in range(1, 57, 8):
+        check_later_rows(whole, shape, first_row, 8, window=None)
+    assert len(forms) == 2
 
 
 def check_later_rows(

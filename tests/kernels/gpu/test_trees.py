@@ -111,7 +111,6 @@ def tree_state(width: int) -> DeviceBatch:
 def test_stored_trees_are_the_references(
     seed: int, depth: int, beam: int, num_nodes: int, batch: int, make: Callable[..., trees.Lattice]
 ) -> None:
-    num_nodes = min(num_nodes, trees.num_candidates(depth, beam))
     generator = torch.Generator().manual_seed(seed)
     slots = torch.randperm(7, generator=generator)[:batch].to(DEVICE)
     num_depths = torch.randint(depth + 1, (batch,), generator=generator).to(DEVICE)
@@ -133,6 +132,17 @@ def test_a_tree_of_63_nodes_and_15_depths() -> None:
     ours, slots = tree_state(63), torch.tensor([3, 0], device=DEVICE)
     theirs = copied(ours)
     arguments = slots, *lattice(5, 2, 15, 8), torch.tensor([15, 9], device=DEVICE), 63
+    gpu.store_tree(ours, *arguments)
+    reference.store_tree(theirs, *arguments)
+    assert torch.equal(ours.drafts, theirs.drafts)
+    check_equal(ours.trees or (), theirs.trees or ())
+
+
+def test_a_tree_of_one_depth_has_no_more_nodes_than_candidates() -> None:
+    """Behind them neither the slot's tree is written nor the next slot's scratch."""
+    ours, slots = tree_state(31), torch.tensor([3, 0], device=DEVICE)
+    theirs = copied(ours)
+    arguments = slots, *lattice(5, 2, 1, 8), torch.tensor([1, 1], device=DEVICE), 31
     gpu.store_tree(ours, *arguments)
     reference.store_tree(theirs, *arguments)
     assert torch.equal(ours.drafts, theirs.drafts)

@@ -186,10 +186,12 @@ def _run(
         scores.sinks,
         rows.block_tables.stride(0),
         rows.block_tables.shape[1] * rows.block_size,
+        rows.first_row,
         math.log2(math.e) * (1 / math.sqrt(dim) if scores.scale is None else scores.scale),
         math.log2(math.e) * (scores.cap or 0.0),
         Q=rows.rows_per_item,
-        FIRST_ROW=rows.first_row,
+        IS_LATER=rows.first_row > 0,
+        LAST_BIT=31 if rows.first_row + rows.rows_per_item <= 32 else 63,
         GROUP=group,
         KV_HEADS=kv_heads,
         D=dim,
@@ -256,9 +258,10 @@ def _with_sink(sink, highest, total):
     return share, total * share + tl.exp2(sink - above)
 
 
-# The integers have nothing to do with the sums; so that no other form is compiled for theirs.
+# The integers have nothing to do with the sums; so that no other form is compiled for theirs, such
+# as for each depth of a beam.
 @triton.jit(
-    do_not_specialize=["table_stride", "capacity"],
+    do_not_specialize=["table_stride", "capacity", "tree_row"],
     do_not_specialize_on_alignment=[
         *("block_tables_ptr", "tables_ptr", "starts_ptr", "ends_ptr"),
         *("ancestors_ptr", "positions_ptr", "row_starts_ptr", "sinks_ptr"),
@@ -280,10 +283,12 @@ def _attend(
     sinks_ptr,  # [h], or None
     table_stride,
     capacity,  # positions of a block table
+    tree_row,  # of a tree, that is the item's first
     scale,  # of scores whose exponentials are powers of two
     cap,  # of such scores
     Q: tl.constexpr,
-    FIRST_ROW: tl.constexpr,  # of a tree, that is the item's first
+    IS_LATER: tl.constexpr,  # that row is not the tree's first
+    LAST_BIT: tl.constexpr,  # of ancestors
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -321,11 +326,10 @@ def _attend(
     if ancestors_ptr is not None:
         own_row = item.to(tl.int64) * Q + row
         ancestors = tl.load(ancestors_ptr + own_row, mask=row < Q, other=0)
-        LAST_BIT: tl.constexpr = 31 if FIRST_ROW + Q <= 32 else 63
         if LAST_BIT == 31:
             ancestors = ancestors.to(tl.uint32)
     last_row = tl.minimum((first_folded + BLOCK_M - 1) // GROUP, num_rows - 1)
-    end = tl.minimum(tl.load(ends_ptr + item).to(tl.int32), start + FIRST_ROW + last_row + 1)
+    end = tl.minimum(tl.load(ends_ptr + item).to(tl.int32), start + tree_row + last_row + 1)
     if row_starts_ptr is not None:
         end = tl.where(first_folded < num_rows * GROUP, end, 0)  # or the tile has no row
     end = tl.minimum(end, capacity)
@@ -387,7 +391,7 @@ def _attend(
             if WINDOW > 0:
                 own = tl.load(positions_ptr + first + row, mask=row < num_rows, other=0)
                 passed = own.to(tl.int32)[:, None] - WINDOW
-                if FIRST_ROW > 0:  # as in the reference
+                if IS_LATER:  # as in the reference
                     sees = sees & (~is_before[None, :] | (key[None, :] > passed))
                 else:
                     theirs = positions_ptr + first + key - start

@@ -185,6 +185,7 @@ def store_tree(
     assert log_probs.stride(3) == token_ids.stride(3) == 1
     batch, depth, beam, _ = log_probs.shape
     pool = num_candidates(depth, beam)
+    num_nodes = min(num_nodes, pool)  # few depths have fewer candidates
     scores = log_probs.new_empty(batch, pool)
     parents = log_probs.new_empty(batch, pool, dtype=torch.int32)
     rows = parents.new_empty(batch, pool + 1)
