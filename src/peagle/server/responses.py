@@ -81,8 +81,9 @@ class AnswerWriter(ABC):
         for delta in deltas:
             frame = self._frames.get(delta.choice)
             if frame is None or not only_text or delta.finish_reason is not None:
-                events += self._full_events(delta)
-                if only_text and events:
+                written = self._full_events(delta)
+                events += written
+                if only_text and written:  # the answer has begun
                     self._frames[delta.choice] = self._frame(delta.choice)
             elif delta.text:
                 events.append(f"{frame[0]}{encode_json(delta.text)}{frame[1]}")
