@@ -12,10 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from peagle.errors import ConfigError, RequestError
 from peagle.server.config import ServerConfig, read_api_key
 from peagle.server.guards import JsonLines
+from peagle.server.protocol import ChatCompletionRequest, CompletionRequest
 from peagle.server.serving import HeadWithBody, listen
 
 from .conftest import make_llm
@@ -63,6 +65,9 @@ def test_the_key_opens_everything_and_nothing_else_does(guarded: RunningServer) 
         ({"prompt": "a", "logit_bias": {"9999": 1}}, 400, "vocabulary"),
         ({"prompt": "a", "seed": 1 << 70}, 400, "seed"),
         ({"prompt": "a", "temperature": "1"}, 400, "temperature"),
+        ({"prompt": ["a", 1]}, 400, "prompt.1"),
+        ({"prompt": "a", **{f"k{n}": 1 for n in range(1001)}}, 400, "1001 places"),
+        ({"prompt": "a", "top_p": 1e-300}, 400, "top_p"),
         ({"prompt": []}, 400, "empty"),
         ({"prompt": [[]]}, 400, "empty"),
         ({"prompt": "\ud800"}, 400, "Unicode"),
@@ -87,6 +92,30 @@ def test_a_bad_request_is_told_what_is_wrong(
     assert error["type"] == "invalid_request_error"
     assert len(error["message"]) < 500
     guarded.wait_until_idle()
+
+
+def test_a_long_list_of_wrong_items_is_one_error_for_each_kind_that_it_could_be() -> None:
+    """To tell each takes half a minute, in which nobody else is answered, and 3 GB."""
+    for wrong in ([1.5] * 10_000, [[1.5]] * 10_000):
+        with pytest.raises(ValidationError) as caught:
+            CompletionRequest.model_validate_json(json.dumps({"prompt": wrong, "stop": wrong}))
+        assert caught.value.error_count() < 10
+    with pytest.raises(ValidationError) as caught:
+        ChatCompletionRequest.model_validate_json(json.dumps({"messages": [{}] * 10_000}))
+    assert caught.value.error_count() == 1
+
+
+def test_an_error_names_the_place_and_not_the_kinds_that_a_value_may_be_of(
+    guarded: RunningServer,
+) -> None:
+    image = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
+    body = {"messages": [{"role": "user", "content": image}]}
+    with guarded.client() as client:
+        error = client.post("/v1/chat/completions", json=body).json()["error"]
+        assert error["param"] == "messages.0.content.1.type"
+        assert "'text'" in error["message"]
+        long = {"prompt": "a", "metadata": {SECRET * 100: 1}}
+        assert SECRET not in client.post("/v1/completions", json=long).text
 
 
 def test_a_body_in_pieces_is_limited_too(guarded: RunningServer) -> None:

@@ -225,6 +225,35 @@ def test_a_required_tool_is_called_with_arguments_of_its_schema(client: OpenAI) 
     assert client.chat.completions.create(**keys | {"messages": turn, "max_tokens": 2}).choices
 
 
+def test_a_tool_of_nested_models_can_be_forced(client: OpenAI) -> None:
+    size = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    size["additionalProperties"] = False
+    schema: Any = {"$defs": {"Size": size}, "$ref": "#/$defs/Size"}
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    got = client.chat.completions.create(
+        model=NAME, messages=MESSAGES, tools=[tool], tool_choice="required", max_tokens=200
+    )
+    (call,) = got.choices[0].message.tool_calls or ()
+    assert isinstance(json.loads(call.function.arguments)["on"], bool)
+
+
+def test_what_a_client_got_it_may_send_back(client: OpenAI) -> None:
+    answer = {"role": "assistant", "content": "a", "reasoning": "b", "annotations": None}
+    for named in (answer, {"role": "assistant", "content": None, "reasoning_content": "b"}):
+        turns: Any = [*MESSAGES, named, *MESSAGES]
+        assert client.chat.completions.create(model=NAME, messages=turns, max_tokens=1).choices
+
+
+def test_null_is_the_default(client: OpenAI) -> None:
+    nulls = {"n": None, "stop": None, "seed": None, "logprobs": None, "max_tokens": 1}
+    nulls |= {"stream_options": {"include_usage": None, "include_obfuscation": False}}
+    nulls |= {"speculative": {"show_drafts": None, "show_trees": None}}
+    completion = {"prompt": "a", "add_special_tokens": None, "best_of": 1, "echo": None}
+    chat = {"messages": MESSAGES, "top_logprobs": 0, "tool_choice": None}
+    for path, own in (("/completions", completion), ("/chat/completions", chat)):
+        assert client.post(path, body=own | nulls, cast_to=object)
+
+
 def test_a_second_turn_finds_the_first_in_the_prefix_cache(client: OpenAI, alone: LLM) -> None:
     messages: Any = [{"role": "user", "content": "a question of its own, " * 4}]
     keys: Any = {"model": NAME, "seed": 1, "max_tokens": 24}

@@ -81,7 +81,7 @@ class Service:
     def check_num_answers(self, body: CompletionRequest) -> None:
         """Before the prompts are read, which may be very many."""
         is_many = isinstance(body.prompt, list) and not isinstance((body.prompt or [0])[0], int)
-        num_answers = body.n * (len(body.prompt) if is_many else 1)
+        num_answers = (body.n or 1) * (len(body.prompt) if is_many else 1)
         if num_answers > self.config.max_n:
             most = self.config.max_n
             raise ApiError(400, f"{num_answers} answers are asked for; the most are {most}")
@@ -105,7 +105,10 @@ class Service:
             )
         asked = body.speculative or Speculative()
         generation = self.llm.generate(
-            prompts, params, shows_drafts=asked.show_drafts, shows_trees=asked.show_trees
+            prompts,
+            params,
+            shows_drafts=bool(asked.show_drafts),
+            shows_trees=bool(asked.show_trees),
         )
         request.state.generation = generation
         return generation
@@ -266,7 +269,7 @@ async def tokenize(body: TokenizeRequest, request: Request, service: Served) -> 
     if body.messages is not None:
         prompt = await renderer.conversation(body.messages, body.tools, body.chat_template_kwargs)
     else:
-        prompt = await renderer.encode(body.prompt or "", body.add_special_tokens)
+        prompt = await renderer.encode(body.prompt or "", body.add_special_tokens is not False)
     tokens, length = prompt.token_ids, service.ready.max_model_len
     answer = TokenizeResponse(count=len(tokens), max_model_len=length, tokens=tokens)
     if body.return_token_strs:
@@ -316,7 +319,7 @@ def read_body(model: type[_Body], content_type: str | None, content: bytes) -> _
     try:
         return model.model_validate_json(content)
     except ValidationError as error:
-        raise misfit(error.errors(include_url=False, include_context=False)) from None
+        raise misfit(error) from None
 
 
 def _check_length(prompt: TokenizedPrompt, ready: Ready) -> None:
