@@ -47,6 +47,8 @@ def test_the_key_opens_everything_and_nothing_else_does(guarded: RunningServer) 
                 assert answer.json()["error"]["code"] == "invalid_api_key"
         for path in ("/", "/health", "/version"):
             assert stranger.get(path).status_code == 200
+        for path in ("/", "/health"):  # as checks ask that want no body
+            assert stranger.head(path).status_code == 200
         assert client.get("/v1/models").status_code == 200
 
 

@@ -169,6 +169,9 @@ def test_drafted_text_is_told_apart_and_joins_to_the_answer(client: OpenAI) -> N
 def test_models_and_errors_are_openai_s(client: OpenAI) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.owned_by) == (NAME, "peagle")
+    assert client.models.retrieve(NAME) == model
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("org/other")
     keys: Any = {"model": NAME, "max_tokens": 4}
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.chat.completions.create(model="other", messages=MESSAGES)
@@ -238,9 +241,14 @@ def test_a_tool_of_nested_models_can_be_forced(client: OpenAI) -> None:
 
 
 def test_what_a_client_got_it_may_send_back(client: OpenAI) -> None:
-    answer = {"role": "assistant", "content": "a", "reasoning": "b", "annotations": None}
-    for named in (answer, {"role": "assistant", "content": None, "reasoning_content": "b"}):
-        turns: Any = [*MESSAGES, named, *MESSAGES]
+    function = {"name": "f", "arguments": "{}", "parsed_arguments": {}}  # of the client's `parse`
+    calls = [{"id": "c", "type": "function", "function": function, "index": 0}]
+    for told in (
+        {"content": "a", "reasoning": "b", "annotations": None, "refusal": None},
+        {"content": None, "reasoning_content": "b", "tool_calls": calls},
+        {"content": "{}", "parsed": {}},
+    ):
+        turns: Any = [*MESSAGES, {"role": "assistant", **told}, *MESSAGES]
         assert client.chat.completions.create(model=NAME, messages=turns, max_tokens=1).choices
 
 

@@ -245,18 +245,28 @@ async def completions(body: CompletionRequest, request: Request, service: Served
 @router.get("/v1/models", response_model=ModelList, responses=REFUSALS)
 async def models(service: Served) -> ModelList:
     """The one model, under the name that requests use."""
+    return ModelList(data=[_card(service)])
+
+
+@router.get("/v1/models/{name:path}", response_model=ModelCard, responses=REFUSALS)
+async def model(name: str, service: Served) -> ModelCard:
+    """The model by its name, which may hold slashes."""
+    service.check_model(name)
+    return _card(service)
+
+
+def _card(service: Service) -> ModelCard:
     ready, name = service.ready, service.names[0]
     drafter = None
     if ready.num_speculative_tokens:
         drafter = Drafter(method=ready.method, num_speculative_tokens=ready.num_speculative_tokens)
-    card = ModelCard(
+    return ModelCard(
         id=name,
         created=service.created,
         root=name,
         max_model_len=ready.max_model_len,
         drafter=drafter,
     )
-    return ModelList(data=[card])
 
 
 @posts.post("/tokenize", response_model=TokenizeResponse, responses=REFUSALS)
@@ -287,6 +297,7 @@ async def detokenize(body: DetokenizeRequest, request: Request, service: Served)
     return json_response(DetokenizeResponse(prompt=await service.renderer.decode(body.tokens)))
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", responses={503: {"model": ErrorAnswer}})
 async def health(service: Served) -> Response:
     """200 once the model is loaded and warm."""
@@ -306,6 +317,7 @@ async def metrics(service: Served) -> Response:
     return Response(service.metrics.page(), media_type=service.metrics.content_type)
 
 
+@router.head("/", include_in_schema=False)
 @router.get("/", response_class=HTMLResponse, include_in_schema=False)
 async def front_page() -> HTMLResponse:
     html, policy = page()

@@ -132,6 +132,7 @@ class TextPart(Body):
 class FunctionCall(Body):
     name: str
     arguments: str = "{}"
+    parsed_arguments: Any = None  # of OpenAI's client, which sends them back. Without effect.
 
 
 class ToolCall(Body):
@@ -150,7 +151,8 @@ class Message(Body):
     # What an answer had beside its content: our name for it, and that of other servers.
     reasoning: str | None = None
     reasoning_content: str | None = None
-    # Of answers of OpenAI's own, which clients send back as they are. Without effect.
+    # Of answers of OpenAI's own and of its client, which are sent back as they are. Without effect.
+    parsed: Any = None
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
