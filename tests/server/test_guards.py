@@ -161,6 +161,55 @@ def test_a_connection_without_a_whole_request_is_closed(
             pass
 
 
+@pytest.mark.parametrize(
+    "piece", [b"GET /health HTTP/1.1\r\nX: ", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"]
+)
+def test_a_head_without_an_end_is_not_gathered(guarded: RunningServer, piece: bytes) -> None:
+    endless = piece + (b"a" * 1000 + b": b\r\n") * 32_000
+    with (
+        socket.create_connection(address(guarded), timeout=PATIENCE) as connection,
+        pytest.raises(OSError, match=r"reset|Broken pipe"),
+    ):
+        connection.sendall(endless)
+
+
+def test_a_body_of_very_short_pieces_is_read(guarded: RunningServer) -> None:
+    content = json.dumps({"prompt": "a", "max_tokens": 1, "user": "b" * 18_000}).encode()
+    pieces = (content[at : at + 1] for at in range(len(content)))
+    with guarded.client() as client:
+        answer = client.post(
+            "/v1/completions", content=pieces, headers={"Content-Type": "application/json"}
+        )
+    assert answer.status_code == 200
+
+
+def test_a_client_that_goes_while_it_sends_is_no_mistake_of_ours(
+    guarded: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), socket.create_connection(address(guarded)) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            b"Authorization: Bearer " + KEY.encode() + b"\r\nContent-Length: 50\r\n\r\n{"
+        )
+        connection.close()
+        wait_for(lambda: '"status": 499' in caplog.text)
+    assert "Traceback" not in caplog.text
+
+
+def test_a_client_that_does_not_read_loses_its_connection(
+    guarded: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peagle.server.serving.STALLED", 1)
+    with listen("127.0.0.1", 0) as listener, socket.socket() as client:
+        listener.listen()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.connect(listener.getsockname())
+        accepted, _ = listener.accept()
+        accepted.settimeout(PATIENCE)
+        with accepted, pytest.raises(TimeoutError, match="Connection timed out"):
+            accepted.sendall(bytes(100_000_000))
+
+
 def address(running: RunningServer) -> tuple[str, int]:
     url = httpx.URL(running.url)
     assert url.port is not None

@@ -16,6 +16,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 import peagle
 from peagle.engine.prompts import TokenizedPrompt, check_tokens
@@ -24,7 +25,7 @@ from peagle.sampling_params import SamplingParams
 from peagle.server.async_llm import AsyncLLM, Generation
 from peagle.server.config import ServerConfig
 from peagle.server.engine_loop import Ready
-from peagle.server.errors import ApiError, misfit, refusal
+from peagle.server.errors import ApiError, client_has_gone, misfit, refusal
 from peagle.server.guards import Guards
 from peagle.server.metrics import ServerMetrics
 from peagle.server.page import page
@@ -356,6 +357,10 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     return ApiError(error.status_code, str(error.detail), headers=error.headers).response
 
 
+async def _on_disconnect(request: Request, error: Exception) -> JSONResponse:
+    return client_has_gone().response
+
+
 async def _on_our_mistake(request: Request, error: Exception) -> JSONResponse:
     return ApiError(500, "internal error; the server's log has it under the request id").response
 
@@ -364,5 +369,6 @@ HANDLERS = {
     ApiError: _on_api_error,
     RequestError: _on_refusal,
     HTTPException: _on_http_error,
+    ClientDisconnect: _on_disconnect,  # while its body was read
     Exception: _on_our_mistake,
 }

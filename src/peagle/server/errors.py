@@ -57,6 +57,11 @@ class ApiError(Exception):
         return JSONResponse(self.document, self.status, self.headers)
 
 
+def client_has_gone() -> ApiError:
+    """Nobody reads it, but logs and metrics."""
+    return ApiError(499, "the client has gone")
+
+
 def refusal(error: RequestError, param: str | None = None) -> ApiError:
     """What the engine, a tokenizer or SamplingParams refuse."""
     hint = f"; {error.hint}" if error.hint else ""

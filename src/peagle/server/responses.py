@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from peagle.server.async_llm import Delta, Generation
-from peagle.server.errors import ApiError
+from peagle.server.errors import ApiError, client_has_gone
 from peagle.server.protocol import (
     Answer,
     ChatChoice,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 LOWEST_LOGPROB = -9999.0  # for -inf, which JSON has no word for; vLLM writes the same
 DONE = b"data: [DONE]\n\n"
-CLIENT_HAS_GONE = 499  # nobody reads it, but logs and metrics
 MARK = "text"
 encode_json = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -400,7 +399,7 @@ async def _fail_when_disconnected(receive: Receive, generation: Generation) -> N
     """The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    generation.fail(ApiError(CLIENT_HAS_GONE, "the client has gone"))
+    generation.fail(client_has_gone())
 
 
 async def _all_deltas(generation: Generation) -> list[Delta]:
