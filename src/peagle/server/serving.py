@@ -322,6 +322,13 @@ class HttpServer(uvicorn.Server):
         for listener in sockets or ():
             listener.listen(BACKLOG)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn leaves the app's own end out when it is hurried, which would be logged as an
+        error of it."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
