@@ -50,6 +50,8 @@ def test_the_key_opens_everything_and_nothing_else_does(guarded: RunningServer) 
         for path in ("/", "/health"):  # as checks ask that want no body
             assert stranger.head(path).status_code == 200
         assert client.get("/v1/models").status_code == 200
+        lower = {"Authorization": f"bearer {KEY}"}  # the scheme's case does not matter
+        assert stranger.get("/v1/models", headers=lower).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -315,12 +317,16 @@ def test_a_browser_may_ask_without_the_key_what_it_may_send(guarded: RunningServ
 def test_a_local_server_answers_to_local_names_alone(server: RunningServer) -> None:
     with server.client() as client:
         assert client.get("/health", headers={"Host": "rebound.example:8000"}).status_code == 403
-        for name in ("localhost", "127.0.0.1:80", "[::1]:8000"):
+        for name in ("192.0.2.1:80", "127.0.0.1.example", "[2001:db8::1]", "", "[", ":80"):
+            assert client.get("/health", headers={"Host": name}).status_code == 403
+        for name in ("localhost", "127.0.0.1:80", "127.0.0.2", "[::1]:8000", "[::1]"):
             assert client.get("/health", headers={"Host": name}).status_code == 200
 
 
-def test_a_full_queue_is_429_with_a_time_to_come_back(guarded: RunningServer) -> None:
-    """Two run, two wait."""
+def test_a_full_queue_is_429_with_a_time_to_come_back(
+    guarded: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two run, two wait. More answers than that at once never find room."""
     long = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True, "stream": True}
     with guarded.client() as client:
         streams = [client.stream("POST", "/v1/completions", json=long) for _ in range(2)]
@@ -329,6 +335,9 @@ def test_a_full_queue_is_429_with_a_time_to_come_back(guarded: RunningServer) ->
         assert answer.status_code == 429
         assert int(answer.headers["retry-after"]) >= 1
         assert answer.json()["error"]["type"] == "rate_limit_error"
+        never = {"prompt": ["a", "a"], "n": 2, "max_tokens": 1}
+        monkeypatch.setattr(guarded.service.llm, "_max_waiting", 1)
+        assert client.post("/v1/completions", json=never).status_code == 400
         for stream, response in zip(streams, entered, strict=True):
             response.close()
             stream.__exit__(None, None, None)

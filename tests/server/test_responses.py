@@ -99,4 +99,21 @@ def test_chunks_of_text_alone_are_those_that_the_protocol_s_models_write(
     quick, full = (plain_writer(kind, StreamOptions()) for _ in range(2))
     expected = "".join(event for one in deltas for event in full._full_events(one))
     batches = [deltas[at : at + at_once] for at in range(0, len(deltas), at_once)]
-    assert b"".join(map(quick.events, batches)) == expected.encode()
+    written = b"".join(map(quick.events, batches)).decode()
+    assert len(written.splitlines()) == written.count("\n")  # as some clients split it
+    assert list(map(read_event, written.split("\n\n"))) == list(
+        map(read_event, expected.split("\n\n"))
+    )
+
+
+def read_event(text: str) -> Any:
+    return json.loads(text.removeprefix("data: ") or "null")
+
+
+def test_an_event_is_one_line_for_whoever_splits_at_unicode_s_line_ends() -> None:
+    text = "a\x85b\u2028c\u2029d\x0b\n"
+    made = plain_writer(ChatWriter, StreamOptions())
+    written = b"".join(made.events([delta(text)]) for _ in range(2)).decode()
+    lines = [line for line in written.splitlines() if line]
+    contents = [read_event(line)["choices"][0]["delta"]["content"] for line in lines]
+    assert contents == ["", text, text]

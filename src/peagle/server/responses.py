@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 LOWEST_LOGPROB = -9999.0  # for -inf, which JSON has no word for; vLLM writes the same
 DONE = b"data: [DONE]\n\n"
 MARK = "text"
+# JSON leaves them as they are, and some clients take them for the end of an event's line.
+LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 encode_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
@@ -86,7 +89,8 @@ class AnswerWriter(ABC):
                     self._frames[delta.choice] = self._frame(delta.choice)
             elif delta.text:
                 events.append(f"{frame[0]}{encode_json(delta.text)}{frame[1]}")
-        return "".join(events).encode()
+        text = "".join(events)
+        return (text if text.isascii() else LINE_ENDS.sub(_escaped, text)).encode()
 
     @cached_property
     def tells_only_text(self) -> bool:
@@ -429,6 +433,10 @@ async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
 
 def _event(document: Completion | ChatCompletion) -> str:
     return f"data: {document.model_dump_json(exclude_unset=True)}\n\n"
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return f"\\u{ord(match[0]):04x}"
 
 
 def json_response(document: Answer) -> Response:
