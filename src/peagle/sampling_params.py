@@ -14,6 +14,11 @@ from peagle.errors import RequestError
 
 # Below this a softmax in float32 is an argmax with overflow risk; vLLM draws the line here too.
 GREEDY_TEMPERATURE = 1e-5
+# The device's numbers are float32: there a smaller top_p is 0, which keeps no token at all, and a
+# larger temperature infinite, which makes the logit of a forbidden token NaN.
+SMALLEST, LARGEST = 1.2e-38, 3.4e38
+# Below this, logits that are divided by it come near the largest number.
+MIN_REPETITION_PENALTY = 1e-3
 MAX_LOGPROBS = 1024
 MAX_GRAMMAR_CHARACTERS = 1 << 16
 MAX_CHOICES = 4096
@@ -139,12 +144,15 @@ class SamplingParams:
 
 def _check_numbers(p: SamplingParams) -> None:
     _require(p.n >= 1, "n", p.n, "at least 1")
-    _require(0.0 <= p.temperature < float("inf"), "temperature", p.temperature, "0 or more")
+    _require(0.0 <= p.temperature <= LARGEST, "temperature", p.temperature, "0 or more")
     _require(p.top_k >= -1, "top_k", p.top_k, "0 or -1 for all tokens, or a positive count")
-    _require(0.0 < p.top_p <= 1.0, "top_p", p.top_p, "in (0, 1]")
+    _require(SMALLEST <= p.top_p <= 1.0, "top_p", p.top_p, "in (0, 1]")
     _require(0.0 <= p.min_p <= 1.0, "min_p", p.min_p, "in [0, 1]")
     _require(
-        0.0 < p.repetition_penalty <= 2.0, "repetition_penalty", p.repetition_penalty, "in (0, 2]"
+        MIN_REPETITION_PENALTY <= p.repetition_penalty <= 2.0,
+        "repetition_penalty",
+        p.repetition_penalty,
+        f"in [{MIN_REPETITION_PENALTY}, 2]",
     )
     for name, value in (
         ("presence_penalty", p.presence_penalty),

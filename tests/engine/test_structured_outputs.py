@@ -298,6 +298,11 @@ BAD = {
     "Unimplemented keys": {"json": {"not": {"type": "string"}}},
     "Unsatisfiable": {"json": {"type": "integer", "minimum": 5, "maximum": 3}},
     "cannot be compiled": {"grammar": "root ::= ("},
+    "all multipleOf": {"json": {"type": "integer", "multipleOf": 999983}},
+    "multiple of all": {
+        "json": {"allOf": [{"type": "number", "multipleOf": n} for n in (9973, 99.67)]}
+    },
+    "common multiple": {"grammar": 'start: %json {"multiple\\u004ff" : 999983}'},
 }
 
 
@@ -330,6 +335,29 @@ def test_what_makes_no_grammar_is_one_line_when_it_is_asked_for(
 def test_parameters_that_make_no_sense_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         StructuredOutputsParams(**given)
+
+
+@pytest.mark.parametrize("divisor", [0.01, 7000000, 0.05, 86400])
+def test_common_divisors_are_permitted(divisor: float, plain_llm: LLM) -> None:
+    wanted = StructuredOutputsParams(json={"type": "number", "multipleOf": divisor})
+    plain_llm.generate("abc", greedy(wanted, max_tokens=2))
+
+
+def test_a_list_may_be_as_long_as_it_is_said_to_be() -> None:
+    compiler = GrammarCompiler(TOKENIZER, len(TOKENIZER), frozenset(EOS))
+    texts = ["a", 'a "b"', "é😀", "a\\n\n", *(f"v{n}" for n in range(MAX_CHOICES - 4))]
+    for wanted in texts[:6]:
+        grammar = compiler.compile(StructuredOutputsParams(choice=texts))
+        for token in TOKENIZER.encode(wanted):
+            assert is_permitted(grammar, token)
+            grammar.accept(token)
+        assert is_permitted(grammar, *EOS)
+        assert grammar.error is None
+
+
+def is_permitted(grammar: Grammar, token: int) -> bool:
+    (bits,) = grammar.masks([()])
+    return bool(bits[token // 32] >> (token % 32) & 1)
 
 
 def test_a_grammar_and_ignore_eos_contradict_each_other() -> None:

@@ -12,10 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from peagle.errors import ConfigError, RequestError
 from peagle.server.config import ServerConfig, read_api_key
 from peagle.server.guards import JsonLines
+from peagle.server.protocol import ChatCompletionRequest, CompletionRequest
 from peagle.server.serving import HeadWithBody, listen
 
 from .conftest import make_llm
@@ -45,7 +47,11 @@ def test_the_key_opens_everything_and_nothing_else_does(guarded: RunningServer) 
                 assert answer.json()["error"]["code"] == "invalid_api_key"
         for path in ("/", "/health", "/version"):
             assert stranger.get(path).status_code == 200
+        for path in ("/", "/health"):  # as checks ask that want no body
+            assert stranger.head(path).status_code == 200
         assert client.get("/v1/models").status_code == 200
+        lower = {"Authorization": f"bearer {KEY}"}  # the scheme's case does not matter
+        assert stranger.get("/v1/models", headers=lower).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -63,6 +69,9 @@ def test_the_key_opens_everything_and_nothing_else_does(guarded: RunningServer) 
         ({"prompt": "a", "logit_bias": {"9999": 1}}, 400, "vocabulary"),
         ({"prompt": "a", "seed": 1 << 70}, 400, "seed"),
         ({"prompt": "a", "temperature": "1"}, 400, "temperature"),
+        ({"prompt": ["a", 1]}, 400, "prompt.1"),
+        ({"prompt": "a", **{f"k{n}": 1 for n in range(1001)}}, 400, "1001 places"),
+        ({"prompt": "a", "top_p": 1e-300}, 400, "top_p"),
         ({"prompt": []}, 400, "empty"),
         ({"prompt": [[]]}, 400, "empty"),
         ({"prompt": "\ud800"}, 400, "Unicode"),
@@ -87,6 +96,30 @@ def test_a_bad_request_is_told_what_is_wrong(
     assert error["type"] == "invalid_request_error"
     assert len(error["message"]) < 500
     guarded.wait_until_idle()
+
+
+def test_a_long_list_of_wrong_items_is_one_error_for_each_kind_that_it_could_be() -> None:
+    """To tell each takes half a minute, in which nobody else is answered, and 3 GB."""
+    for wrong in ([1.5] * 10_000, [[1.5]] * 10_000):
+        with pytest.raises(ValidationError) as caught:
+            CompletionRequest.model_validate_json(json.dumps({"prompt": wrong, "stop": wrong}))
+        assert caught.value.error_count() < 10
+    with pytest.raises(ValidationError) as caught:
+        ChatCompletionRequest.model_validate_json(json.dumps({"messages": [{}] * 10_000}))
+    assert caught.value.error_count() == 1
+
+
+def test_an_error_names_the_place_and_not_the_kinds_that_a_value_may_be_of(
+    guarded: RunningServer,
+) -> None:
+    image = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
+    body = {"messages": [{"role": "user", "content": image}]}
+    with guarded.client() as client:
+        error = client.post("/v1/chat/completions", json=body).json()["error"]
+        assert error["param"] == "messages.0.content.1.type"
+        assert "'text'" in error["message"]
+        long = {"prompt": "a", "metadata": {SECRET * 100: 1}}
+        assert SECRET not in client.post("/v1/completions", json=long).text
 
 
 def test_a_body_in_pieces_is_limited_too(guarded: RunningServer) -> None:
@@ -128,6 +161,55 @@ def test_a_connection_without_a_whole_request_is_closed(
             connection.sendall(piece)
         while connection.recv(4096):
             pass
+
+
+@pytest.mark.parametrize(
+    "piece", [b"GET /health HTTP/1.1\r\nX: ", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"]
+)
+def test_a_head_without_an_end_is_not_gathered(guarded: RunningServer, piece: bytes) -> None:
+    endless = piece + (b"a" * 1000 + b": b\r\n") * 32_000
+    with (
+        socket.create_connection(address(guarded), timeout=PATIENCE) as connection,
+        pytest.raises(OSError, match=r"reset|Broken pipe"),
+    ):
+        connection.sendall(endless)
+
+
+def test_a_body_of_very_short_pieces_is_read(guarded: RunningServer) -> None:
+    content = json.dumps({"prompt": "a", "max_tokens": 1, "user": "b" * 18_000}).encode()
+    pieces = (content[at : at + 1] for at in range(len(content)))
+    with guarded.client() as client:
+        answer = client.post(
+            "/v1/completions", content=pieces, headers={"Content-Type": "application/json"}
+        )
+    assert answer.status_code == 200
+
+
+def test_a_client_that_goes_while_it_sends_is_no_mistake_of_ours(
+    guarded: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), socket.create_connection(address(guarded)) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            b"Authorization: Bearer " + KEY.encode() + b"\r\nContent-Length: 50\r\n\r\n{"
+        )
+        connection.close()
+        wait_for(lambda: '"status": 499' in caplog.text)
+    assert "Traceback" not in caplog.text
+
+
+def test_a_client_that_does_not_read_loses_its_connection(
+    guarded: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peagle.server.serving.STALLED", 1)
+    with listen("127.0.0.1", 0) as listener, socket.socket() as client:
+        listener.listen()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.connect(listener.getsockname())
+        accepted, _ = listener.accept()
+        accepted.settimeout(PATIENCE)
+        with accepted, pytest.raises(TimeoutError, match="Connection timed out"):
+            accepted.sendall(bytes(100_000_000))
 
 
 def address(running: RunningServer) -> tuple[str, int]:
@@ -235,12 +317,16 @@ def test_a_browser_may_ask_without_the_key_what_it_may_send(guarded: RunningServ
 def test_a_local_server_answers_to_local_names_alone(server: RunningServer) -> None:
     with server.client() as client:
         assert client.get("/health", headers={"Host": "rebound.example:8000"}).status_code == 403
-        for name in ("localhost", "127.0.0.1:80", "[::1]:8000"):
+        for name in ("192.0.2.1:80", "127.0.0.1.example", "[2001:db8::1]", "", "[", ":80"):
+            assert client.get("/health", headers={"Host": name}).status_code == 403
+        for name in ("localhost", "127.0.0.1:80", "127.0.0.2", "[::1]:8000", "[::1]"):
             assert client.get("/health", headers={"Host": name}).status_code == 200
 
 
-def test_a_full_queue_is_429_with_a_time_to_come_back(guarded: RunningServer) -> None:
-    """Two run, two wait."""
+def test_a_full_queue_is_429_with_a_time_to_come_back(
+    guarded: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two run, two wait. More answers than that at once never find room."""
     long = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True, "stream": True}
     with guarded.client() as client:
         streams = [client.stream("POST", "/v1/completions", json=long) for _ in range(2)]
@@ -249,6 +335,9 @@ def test_a_full_queue_is_429_with_a_time_to_come_back(guarded: RunningServer) ->
         assert answer.status_code == 429
         assert int(answer.headers["retry-after"]) >= 1
         assert answer.json()["error"]["type"] == "rate_limit_error"
+        never = {"prompt": ["a", "a"], "n": 2, "max_tokens": 1}
+        monkeypatch.setattr(guarded.service.llm, "_max_waiting", 1)
+        assert client.post("/v1/completions", json=never).status_code == 400
         for stream, response in zip(streams, entered, strict=True):
             response.close()
             stream.__exit__(None, None, None)

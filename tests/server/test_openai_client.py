@@ -169,6 +169,9 @@ def test_drafted_text_is_told_apart_and_joins_to_the_answer(client: OpenAI) -> N
 def test_models_and_errors_are_openai_s(client: OpenAI) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.owned_by) == (NAME, "peagle")
+    assert client.models.retrieve(NAME) == model
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("org/other")
     keys: Any = {"model": NAME, "max_tokens": 4}
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.chat.completions.create(model="other", messages=MESSAGES)
@@ -223,6 +226,40 @@ def test_a_required_tool_is_called_with_arguments_of_its_schema(client: OpenAI) 
     turn = [*MESSAGES, whole.message.model_dump(exclude_none=True)]
     turn.append({"role": "tool", "tool_call_id": call.id, "content": "7"})
     assert client.chat.completions.create(**keys | {"messages": turn, "max_tokens": 2}).choices
+
+
+def test_a_tool_of_nested_models_can_be_forced(client: OpenAI) -> None:
+    size = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    size["additionalProperties"] = False
+    schema: Any = {"$defs": {"Size": size}, "$ref": "#/$defs/Size"}
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    got = client.chat.completions.create(
+        model=NAME, messages=MESSAGES, tools=[tool], tool_choice="required", max_tokens=200
+    )
+    (call,) = got.choices[0].message.tool_calls or ()
+    assert isinstance(json.loads(call.function.arguments)["on"], bool)
+
+
+def test_what_a_client_got_it_may_send_back(client: OpenAI) -> None:
+    function = {"name": "f", "arguments": "{}", "parsed_arguments": {}}  # of the client's `parse`
+    calls = [{"id": "c", "type": "function", "function": function, "index": 0}]
+    for told in (
+        {"content": "a", "reasoning": "b", "annotations": None, "refusal": None},
+        {"content": None, "reasoning_content": "b", "tool_calls": calls},
+        {"content": "{}", "parsed": {}},
+    ):
+        turns: Any = [*MESSAGES, {"role": "assistant", **told}, *MESSAGES]
+        assert client.chat.completions.create(model=NAME, messages=turns, max_tokens=1).choices
+
+
+def test_null_is_the_default(client: OpenAI) -> None:
+    nulls = {"n": None, "stop": None, "seed": None, "logprobs": None, "max_tokens": 1}
+    nulls |= {"stream_options": {"include_usage": None, "include_obfuscation": False}}
+    nulls |= {"speculative": {"show_drafts": None, "show_trees": None}}
+    completion = {"prompt": "a", "add_special_tokens": None, "best_of": 1, "echo": None}
+    chat = {"messages": MESSAGES, "top_logprobs": 0, "tool_choice": None}
+    for path, own in (("/completions", completion), ("/chat/completions", chat)):
+        assert client.post(path, body=own | nulls, cast_to=object)
 
 
 def test_a_second_turn_finds_the_first_in_the_prefix_cache(client: OpenAI, alone: LLM) -> None:

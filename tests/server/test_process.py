@@ -123,6 +123,21 @@ def test_the_end_of_an_api_server_ends_the_server_when_open_answers_are_finished
     assert any(ends)
 
 
+@pytest.mark.slow
+def test_the_second_signal_ends_at_once_and_that_is_no_error(model_folder: Path) -> None:
+    endless = LONG | {"n": 64, "temperature": 1, "stream": True}
+    with process(model_folder, free_port(), "--shutdown-timeout", "600") as running:
+        running.wait_until_ready()
+        with httpx.stream("POST", f"{running.url}/v1/completions", json=endless) as answer:
+            next(answer.iter_bytes())
+            running.popen.send_signal(signal.SIGTERM)
+            wait_for(lambda: running.status("/health") is None)
+            running.popen.send_signal(signal.SIGTERM)
+            code, log = running.end()
+    assert code == 0
+    assert "Traceback" not in "".join(log)
+
+
 def rest_of(answer: httpx.Response) -> str | None:
     """None: it broke off."""
     try:

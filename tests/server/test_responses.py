@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -78,19 +79,41 @@ def test_an_answer_that_is_cut_keeps_its_reason_and_its_text() -> None:
     assert document.choices[0].message.content == cut
 
 
-def plain_writer(kind: type[AnswerWriter], options: StreamOptions) -> AnswerWriter:
+def plain_writer(kind: Callable[..., AnswerWriter], options: StreamOptions) -> AnswerWriter:
     prompts = [TokenizedPrompt("p", [1, 2])]
     generation = Generation(SamplingParams(n=2), prompts, [], lambda generation: None)
     return kind("id", 'a "text" model', generation, None, options, created=7)
 
 
-@given(st.lists(st.tuples(st.integers(0, 1), st.text(max_size=4)), max_size=6))
-@pytest.mark.parametrize("kind", [ChatWriter, CompletionWriter])
+ECHO = partial(CompletionWriter, echoes=True)
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.text(max_size=4)), max_size=6), st.integers(1, 8))
+@pytest.mark.parametrize("kind", [ChatWriter, CompletionWriter, ECHO])
 def test_chunks_of_text_alone_are_those_that_the_protocol_s_models_write(
-    kind: type[AnswerWriter], told: list[tuple[int, str]]
+    kind: Callable[..., AnswerWriter], told: list[tuple[int, str]], at_once: int
 ) -> None:
+    """A report may bring news of several answers, of which some have no text yet."""
     deltas = [Delta(choice, text, [1], [], None, None, None) for choice, text in told]
     deltas += [Delta(choice, "end", [1], [], "stop", None, None) for choice in range(2)]
     quick, full = (plain_writer(kind, StreamOptions()) for _ in range(2))
     expected = "".join(event for one in deltas for event in full._full_events(one))
-    assert b"".join(quick.events([one]) for one in deltas) == expected.encode()
+    batches = [deltas[at : at + at_once] for at in range(0, len(deltas), at_once)]
+    written = b"".join(map(quick.events, batches)).decode()
+    assert len(written.splitlines()) == written.count("\n")  # as some clients split it
+    assert list(map(read_event, written.split("\n\n"))) == list(
+        map(read_event, expected.split("\n\n"))
+    )
+
+
+def read_event(text: str) -> Any:
+    return json.loads(text.removeprefix("data: ") or "null")
+
+
+def test_an_event_is_one_line_for_whoever_splits_at_unicode_s_line_ends() -> None:
+    text = "a\x85b\u2028c\u2029d\x0b\n"
+    made = plain_writer(ChatWriter, StreamOptions())
+    written = b"".join(made.events([delta(text)]) for _ in range(2)).decode()
+    lines = [line for line in written.splitlines() if line]
+    contents = [read_event(line)["choices"][0]["delta"]["content"] for line in lines]
+    assert contents == ["", text, text]

@@ -27,6 +27,7 @@ ROUTES = [
     ("/v1/chat/completions", "POST"),
     ("/v1/completions", "POST"),
     ("/v1/models", "GET"),
+    ("/v1/models/{name}", "GET"),
     ("/tokenize", "POST"),
     ("/detokenize", "POST"),
     ("/health", "GET"),

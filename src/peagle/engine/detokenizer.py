@@ -73,6 +73,7 @@ class Detokenizer:
     ) -> None:
         self.tokenizer = tokenizer
         self.stop = tuple(stop)
+        self._first = {s[0] for s in self.stop}  # characters; few places need a longer look
         self._most_held = max(map(len, self.stop), default=1) - 1  # characters
         self.include_stop = include_stop
         self.skip_special_tokens = skip_special_tokens
@@ -116,10 +117,9 @@ class Detokenizer:
     def stable_text(self) -> str:
         """Text that can be shown: no later token can make part of it a stop string."""
         text = self.text
-        for held in range(min(self._most_held, len(text)), 0, -1):
-            tail = text[-held:]
-            if any(s.startswith(tail) for s in self.stop):
-                return text[:-held]
+        for at in range(max(len(text) - self._most_held, 0), len(text)):
+            if text[at] in self._first and any(s.startswith(text[at:]) for s in self.stop):
+                return text[:at]
         return text
 
     def _decode_all(self) -> None:

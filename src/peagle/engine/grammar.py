@@ -6,6 +6,9 @@ is the one that masked decoding without drafts gives.
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 
 MAX_COMPILED = 128  # grammars that are kept
 MAX_GRAMMAR_SIZE = 100_000  # symbols: about a second of compilation
+MAX_DIVISOR = 50_000  # of multipleOf: half a second
+DIVISOR = re.compile(r'"multipleOf"\s*:\s*-?(\d[\d.]{0,40})')
+ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
 
 
 class Grammar:
@@ -129,12 +135,17 @@ class GrammarCompiler:
         from llguidance import LLMatcher, LLParserLimits, grammar_from
 
         limits = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, verbose_errors=False)
+        if kind in ("json", "grammar"):
+            _check_divisors(text)
         try:
             if kind in ("json", "json_object"):
                 options: dict[str, Any] = {"whitespace_flexible": not disable_any_whitespace}
                 if whitespace_pattern is not None:
                     options["whitespace_pattern"] = whitespace_pattern
                 grammar = LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
+            elif kind == "choice":  # one terminal: of rules a parser may have 2,000 open at a time
+                texts = " | ".join(map(json.dumps, json.loads(text)))
+                grammar = LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
             else:
                 grammar = grammar_from(kind, text)  # type: ignore[arg-type]
             matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
@@ -149,6 +160,19 @@ class GrammarCompiler:
                 hint="see docs/structured_output.md for what is supported",
             )
         return matcher
+
+
+def _check_divisors(text: str) -> None:
+    """Of a schema, or of those in a grammar. A multiple of n is told by an automaton of n states,
+    one of n and of m by one of their common multiple, and llguidance sets no limit to them: a
+    schema of forty characters would keep the engine for minutes. Zeros at the end cost nothing."""
+    plain = ESCAPED.sub(lambda match: chr(int(match[1], 16)), text)
+    digits = (number.replace(".", "").strip("0") for number in DIVISOR.findall(plain))
+    if math.lcm(*(int(some or 1) for some in digits)) > MAX_DIVISOR:
+        raise RequestError(
+            "the least common multiple of all multipleOf is too large",
+            hint=f"use at most {MAX_DIVISOR}, but for powers of ten",
+        )
 
 
 def _first_line(message: str) -> str:

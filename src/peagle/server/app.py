@@ -16,6 +16,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 import peagle
 from peagle.engine.prompts import TokenizedPrompt, check_tokens
@@ -24,7 +25,7 @@ from peagle.sampling_params import SamplingParams
 from peagle.server.async_llm import AsyncLLM, Generation
 from peagle.server.config import ServerConfig
 from peagle.server.engine_loop import Ready
-from peagle.server.errors import ApiError, misfit, refusal
+from peagle.server.errors import ApiError, client_has_gone, misfit, refusal
 from peagle.server.guards import Guards
 from peagle.server.metrics import ServerMetrics
 from peagle.server.page import page
@@ -81,7 +82,7 @@ class Service:
     def check_num_answers(self, body: CompletionRequest) -> None:
         """Before the prompts are read, which may be very many."""
         is_many = isinstance(body.prompt, list) and not isinstance((body.prompt or [0])[0], int)
-        num_answers = body.n * (len(body.prompt) if is_many else 1)
+        num_answers = (body.n or 1) * (len(body.prompt) if is_many else 1)
         if num_answers > self.config.max_n:
             most = self.config.max_n
             raise ApiError(400, f"{num_answers} answers are asked for; the most are {most}")
@@ -105,7 +106,10 @@ class Service:
             )
         asked = body.speculative or Speculative()
         generation = self.llm.generate(
-            prompts, params, shows_drafts=asked.show_drafts, shows_trees=asked.show_trees
+            prompts,
+            params,
+            shows_drafts=bool(asked.show_drafts),
+            shows_trees=bool(asked.show_trees),
         )
         request.state.generation = generation
         return generation
@@ -242,18 +246,28 @@ async def completions(body: CompletionRequest, request: Request, service: Served
 @router.get("/v1/models", response_model=ModelList, responses=REFUSALS)
 async def models(service: Served) -> ModelList:
     """The one model, under the name that requests use."""
+    return ModelList(data=[_card(service)])
+
+
+@router.get("/v1/models/{name:path}", response_model=ModelCard, responses=REFUSALS)
+async def model(name: str, service: Served) -> ModelCard:
+    """The model by its name, which may hold slashes."""
+    service.check_model(name)
+    return _card(service)
+
+
+def _card(service: Service) -> ModelCard:
     ready, name = service.ready, service.names[0]
     drafter = None
     if ready.num_speculative_tokens:
         drafter = Drafter(method=ready.method, num_speculative_tokens=ready.num_speculative_tokens)
-    card = ModelCard(
+    return ModelCard(
         id=name,
         created=service.created,
         root=name,
         max_model_len=ready.max_model_len,
         drafter=drafter,
     )
-    return ModelList(data=[card])
 
 
 @posts.post("/tokenize", response_model=TokenizeResponse, responses=REFUSALS)
@@ -266,7 +280,7 @@ async def tokenize(body: TokenizeRequest, request: Request, service: Served) -> 
     if body.messages is not None:
         prompt = await renderer.conversation(body.messages, body.tools, body.chat_template_kwargs)
     else:
-        prompt = await renderer.encode(body.prompt or "", body.add_special_tokens)
+        prompt = await renderer.encode(body.prompt or "", body.add_special_tokens is not False)
     tokens, length = prompt.token_ids, service.ready.max_model_len
     answer = TokenizeResponse(count=len(tokens), max_model_len=length, tokens=tokens)
     if body.return_token_strs:
@@ -284,6 +298,7 @@ async def detokenize(body: DetokenizeRequest, request: Request, service: Served)
     return json_response(DetokenizeResponse(prompt=await service.renderer.decode(body.tokens)))
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", responses={503: {"model": ErrorAnswer}})
 async def health(service: Served) -> Response:
     """200 once the model is loaded and warm."""
@@ -303,6 +318,7 @@ async def metrics(service: Served) -> Response:
     return Response(service.metrics.page(), media_type=service.metrics.content_type)
 
 
+@router.head("/", include_in_schema=False)
 @router.get("/", response_class=HTMLResponse, include_in_schema=False)
 async def front_page() -> HTMLResponse:
     html, policy = page()
@@ -316,7 +332,7 @@ def read_body(model: type[_Body], content_type: str | None, content: bytes) -> _
     try:
         return model.model_validate_json(content)
     except ValidationError as error:
-        raise misfit(error.errors(include_url=False, include_context=False)) from None
+        raise misfit(error) from None
 
 
 def _check_length(prompt: TokenizedPrompt, ready: Ready) -> None:
@@ -341,6 +357,10 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     return ApiError(error.status_code, str(error.detail), headers=error.headers).response
 
 
+async def _on_disconnect(request: Request, error: Exception) -> JSONResponse:
+    return client_has_gone().response
+
+
 async def _on_our_mistake(request: Request, error: Exception) -> JSONResponse:
     return ApiError(500, "internal error; the server's log has it under the request id").response
 
@@ -349,5 +369,6 @@ HANDLERS = {
     ApiError: _on_api_error,
     RequestError: _on_refusal,
     HTTPException: _on_http_error,
+    ClientDisconnect: _on_disconnect,  # while its body was read
     Exception: _on_our_mistake,
 }

@@ -339,6 +339,8 @@ class AsyncLLM:
     def _take_room(self, num_answers: int) -> None:
         assert self.ready is not None
         most = self.ready.max_num_seqs + self._max_waiting
+        if num_answers > most:  # to come back later would not help
+            raise ApiError(400, f"{num_answers} answers are more than the {most} this server opens")
         if not self._answers.add(num_answers, most):
             raise ApiError(
                 429,

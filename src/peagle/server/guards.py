@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
 import logging
 import re
@@ -26,7 +27,6 @@ logger = logging.getLogger("peagle.server")
 
 OPEN_PATHS = ("/", "/health", "/version")  # without a key
 POLLED = ("/health", "/metrics")  # by machines, all the time
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 BODY_SECONDS = 60.0  # for a request's body to arrive
 REQUEST_ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
 HEADERS = (
@@ -72,8 +72,9 @@ class Guards:
         if self.only_local_hosts and not _is_local(headers.get(b"host", b"")):
             return ApiError(403, "this server answers to this machine's own names alone")
         if self.api_key is not None and scope["path"] not in OPEN_PATHS:
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, b"Bearer " + self.api_key.encode()):
+            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+            is_right = hmac.compare_digest(key, self.api_key.encode())
+            if scheme.lower() != b"bearer" or not is_right:
                 return ApiError(
                     401,
                     "the API key is missing or wrong",
@@ -176,5 +177,10 @@ class JsonLines(logging.Formatter):
 
 
 def _is_local(host: bytes) -> bool:
+    """A name, or an address of this machine's own, of which there are more than one."""
     name = host.decode("latin-1").lower()
-    return (name if name.endswith("]") else name.rpartition(":")[0] or name) in LOCAL_HOSTS
+    name = name if name.endswith("]") else name.rpartition(":")[0] or name
+    try:
+        return name == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False

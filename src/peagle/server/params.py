@@ -29,7 +29,7 @@ MAX_LIST = 1024  # token ids that end an answer or have a bias
 def completion_params(body: CompletionRequest, config: ServerConfig) -> SamplingParams:
     if body.suffix:
         raise ApiError(400, "suffix is not supported", param="suffix")
-    if body.best_of is not None and body.best_of != body.n:
+    if body.best_of is not None and body.best_of != (body.n or 1):
         raise ApiError(400, "best_of is not supported", param="best_of")
     if body.echo and body.logprobs is not None:
         raise ApiError(400, "echo with logprobs is not supported", param="echo")
@@ -45,7 +45,7 @@ def chat_params(body: ChatCompletionRequest, config: ServerConfig) -> SamplingPa
     values: dict[str, Any] = {"max_tokens": body.max_tokens if limit is None else limit}
     if body.logprobs:
         values["logprobs"] = body.top_logprobs or 0
-    elif body.top_logprobs is not None:
+    elif body.top_logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     return _params(body, values, config)
 
@@ -108,7 +108,7 @@ def _from_tool_choice(body: ChatCompletionRequest) -> list[dict[str, Any]]:
 
 def _check_limits(body: SamplingBody, values: dict[str, Any], config: ServerConfig) -> None:
     """What SamplingParams leaves to whoever pays for it."""
-    _at_most("n", body.n, config.max_n)
+    _at_most("n", body.n or 1, config.max_n)
     _at_most("logprobs", values.get("logprobs") or 0, config.max_logprobs)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     for name, texts in (("stop", stop), ("bad_words", body.bad_words or [])):

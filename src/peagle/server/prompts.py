@@ -57,15 +57,15 @@ class PromptRenderer:
             raise ApiError(400, message, param="tools")
 
     async def completion(self, body: CompletionRequest) -> list[TokenizedPrompt]:
-        given = body.prompt
+        given, adds_special = body.prompt, body.add_special_tokens is not False
         if isinstance(given, str):
-            return [await self.encode(given, body.add_special_tokens)]
+            return [await self.encode(given, adds_special)]
         if given and isinstance(given[0], int):
             return [TokenizedPrompt(None, list(given))]
         prompts = []
         for one in given:
             if isinstance(one, str):
-                prompts.append(await self.encode(one, body.add_special_tokens))
+                prompts.append(await self.encode(one, adds_special))
             else:
                 prompts.append(TokenizedPrompt(None, list(one)))  # type: ignore[arg-type]
         if not prompts:
@@ -94,7 +94,7 @@ class PromptRenderer:
         if tools:
             options["tools"] = [tool.model_dump(exclude_unset=True) for tool in tools]
         shown = [_as_shown(message) for message in messages]
-        length = sum(len(message["content"]) + MESSAGE for message in shown)
+        length = sum(len(m["content"]) + len(m.get("reasoning", "")) + MESSAGE for m in shown)
         rendered = await _aside(length, lambda: self._render(shown, options))
         return self._reader.read(rendered)
 
@@ -126,10 +126,10 @@ async def _aside(length: int, work: Callable[[], _Result]) -> _Result:
 def _as_shown(message: Message) -> dict[str, Any]:
     """As templates expect messages: content is one text, arguments of calls are objects."""
     shown: dict[str, Any] = {"role": message.role, "content": _text(message)}
-    for name in ("name", "tool_call_id"):
-        value = getattr(message, name)
-        if value is not None:
-            shown[name] = value
+    reasoning = message.reasoning or message.reasoning_content
+    named = {"name": message.name, "tool_call_id": message.tool_call_id}
+    named |= {"reasoning": reasoning, "reasoning_content": reasoning}  # templates know either
+    shown |= {name: value for name, value in named.items() if value is not None}
     if message.tool_calls:
         shown["tool_calls"] = [
             {

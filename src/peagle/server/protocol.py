@@ -6,7 +6,7 @@ is accepted and has no effect.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,6 +14,9 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 INT64 = (1 << 63) - 1
 TokenId = Annotated[int, Field(ge=0, le=INT64)]
 Count = Annotated[int, Field(ge=0, le=INT64)]
+_Item = TypeVar("_Item")
+# Of a very long list whose items are all wrong the first is told: to tell each takes half a minute.
+Items = Annotated[list[_Item], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
@@ -27,8 +30,9 @@ class RequestBody(Body):
 
 
 class StreamOptions(Body):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+    include_obfuscation: bool | None = None  # without effect
 
 
 class Speculative(Body):
@@ -37,10 +41,10 @@ class Speculative(Body):
     num_speculative_tokens: Count | None = Field(
         default=None, description="Draft tokens per step; 0: none; null: the server's"
     )
-    show_drafts: bool = Field(
+    show_drafts: bool | None = Field(
         default=False, description="Chunks and answers say which of their text was drafted"
     )
-    show_trees: bool = Field(
+    show_trees: bool | None = Field(
         default=False, description="They show each step's drafts; a GPU's steps wait for that"
     )
 
@@ -62,10 +66,10 @@ class StructuredOutputs(Body):
 
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    disable_any_whitespace: bool = False
+    disable_any_whitespace: bool | None = None
     whitespace_pattern: str | None = None
 
 
@@ -73,7 +77,7 @@ class SamplingBody(RequestBody):
     """What both kinds of completions take. None stands for the default of SamplingParams."""
 
     model: str | None = None
-    n: int = Field(default=1, ge=1, le=INT64)
+    n: Annotated[int, Field(ge=1, le=INT64)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT64)] | None = None
@@ -82,12 +86,12 @@ class SamplingBody(RequestBody):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
+    bad_words: Items[str] | None = None
     min_tokens: Count | None = None
     max_tokens: Count | None = None
     seed: Annotated[int, Field(ge=-INT64 - 1, le=INT64)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -98,7 +102,7 @@ class SamplingBody(RequestBody):
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
     speculative: Speculative | None = None
     # Without effect.
@@ -108,15 +112,16 @@ class SamplingBody(RequestBody):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
 
 class CompletionRequest(SamplingBody):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | Items[str] | Items[TokenId] | Items[Items[TokenId]]
     echo: bool | None = False
     logprobs: Count | None = None
     best_of: Count | None = None
     suffix: str | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = True
 
 
 class TextPart(Body):
@@ -127,6 +132,7 @@ class TextPart(Body):
 class FunctionCall(Body):
     name: str
     arguments: str = "{}"
+    parsed_arguments: Any = None  # of OpenAI's client, which sends them back. Without effect.
 
 
 class ToolCall(Body):
@@ -138,11 +144,15 @@ class ToolCall(Body):
 
 class Message(Body):
     role: Role
-    content: str | list[TextPart] | None = None
+    content: str | Items[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
-    # Of answers of OpenAI's own, which clients send back as they are. Without effect.
+    # What an answer had beside its content: our name for it, and that of other servers.
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    # Of answers of OpenAI's own and of its client, which are sent back as they are. Without effect.
+    parsed: Any = None
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
@@ -171,11 +181,11 @@ class NamedTool(Body):
 
 
 class ChatCompletionRequest(SamplingBody):
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1)
     max_completion_tokens: Count | None = None
     logprobs: bool | None = False
     top_logprobs: Count | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = True
     chat_template_kwargs: dict[str, Any] | None = None
@@ -186,16 +196,16 @@ class TokenizeRequest(RequestBody):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[Items[Message], Field(min_length=1)] | None = None
+    tools: Items[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = True
     return_token_strs: bool | None = False
 
 
 class DetokenizeRequest(RequestBody):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Items[TokenId]
 
 
 class Answer(BaseModel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from peagle.server.async_llm import Delta, Generation
-from peagle.server.errors import ApiError
+from peagle.server.errors import ApiError, client_has_gone
 from peagle.server.protocol import (
     Answer,
     ChatChoice,
@@ -44,8 +45,9 @@ if TYPE_CHECKING:
 
 LOWEST_LOGPROB = -9999.0  # for -inf, which JSON has no word for; vLLM writes the same
 DONE = b"data: [DONE]\n\n"
-CLIENT_HAS_GONE = 499  # nobody reads it, but logs and metrics
 MARK = "text"
+# JSON leaves them as they are, and some clients take them for the end of an event's line.
+LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 encode_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
@@ -81,12 +83,14 @@ class AnswerWriter(ABC):
         for delta in deltas:
             frame = self._frames.get(delta.choice)
             if frame is None or not only_text or delta.finish_reason is not None:
-                events += self._full_events(delta)
-                if only_text and events:
+                written = self._full_events(delta)
+                events += written
+                if only_text and written:  # the answer has begun
                     self._frames[delta.choice] = self._frame(delta.choice)
             elif delta.text:
                 events.append(f"{frame[0]}{encode_json(delta.text)}{frame[1]}")
-        return "".join(events).encode()
+        text = "".join(events)
+        return (text if text.isascii() else LINE_ENDS.sub(_escaped, text)).encode()
 
     @cached_property
     def tells_only_text(self) -> bool:
@@ -399,7 +403,7 @@ async def _fail_when_disconnected(receive: Receive, generation: Generation) -> N
     """The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    generation.fail(ApiError(CLIENT_HAS_GONE, "the client has gone"))
+    generation.fail(client_has_gone())
 
 
 async def _all_deltas(generation: Generation) -> list[Delta]:
@@ -429,6 +433,10 @@ async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
 
 def _event(document: Completion | ChatCompletion) -> str:
     return f"data: {document.model_dump_json(exclude_unset=True)}\n\n"
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return f"\\u{ord(match[0]):04x}"
 
 
 def json_response(document: Answer) -> Response:

@@ -42,6 +42,8 @@ from peagle.server.prompts import PromptRenderer
 
 BACKLOG = 2048
 KEEP_ALIVE = 30  # seconds that an idle connection stays open
+STALLED = 120  # seconds for a client to take what was sent
+MAX_HEAD_BYTES = 1 << 19  # of a request, above the 256 KiB that asyncio reads at once
 END_SECONDS = 5.0  # for a process, when its connection is closed
 API_SERVERS_ON_GPU = 4  # most of them by default
 CORES_PER_API_SERVER = 4  # the engine, the clients and what else runs want theirs
@@ -256,14 +258,28 @@ class HeadWithBody:
 
 class HttpConnection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
     """One that sends no whole head of a request in time is closed: it costs a client nothing to
-    open very many of them."""
+    open very many of them. So is one whose heads, or frames of a body's pieces, do not end:
+    httptools gathers them without a limit, and copies what it has for every piece."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(HeadWithBody(transport, self.loop))
         self._closing = self.loop.call_later(KEEP_ALIVE, self._close)
+        self._num_allowed = MAX_HEAD_BYTES  # more to come, beside a body
+
+    def on_message_begin(self) -> None:
+        self._num_allowed = MAX_HEAD_BYTES
+        super().on_message_begin()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_allowed += 7 * len(body)  # a piece of one byte has six around it
+        super().on_body(body)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        self._num_allowed -= len(data)
+        if self._num_allowed < 0:
+            self.transport.close()
+            return
         if self._is_answering():
             self._closing.cancel()
         elif self._closing.cancelled():
@@ -305,6 +321,13 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets=sockets)
         for listener in sockets or ():
             listener.listen(BACKLOG)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn leaves the app's own end out when it is hurried, which would be logged as an
+        error of it."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -381,6 +404,8 @@ def listen(host: str, port: int) -> socket.socket:
     # Accepted connections inherit it. Else the second piece of an answer waits until the client
     # has acknowledged the first, which may take it 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # One that has gone without a word, or does not read, would keep its connection.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED * 1000)
     try:
         listener.bind((host, port))
     except OSError as error:

@@ -67,16 +67,33 @@ def call_schema(tools: Sequence[Tool], choice: NamedTool | None) -> dict[str, An
         functions = [f for f in functions if f.name == choice.function.name]
     if not functions:
         raise ApiError(400, "tool_choice names no function of tools", param="tool_choice")
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function.name},
-                "arguments": function.parameters or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for function in functions
-    ]
-    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+    schemas = [function.parameters or {"type": "object"} for function in functions]
+    if len(schemas) == 1:
+        return _one_call(functions[0].name, schemas[0], "#")
+    named = enumerate(zip(functions, schemas, strict=True))
+    return {"anyOf": [_one_call(f.name, schema, f"#/anyOf/{n}") for n, (f, schema) in named]}
+
+
+def _one_call(name: str, schema: dict[str, Any], place: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {
+            "name": {"const": name},
+            "arguments": _moved(schema, f"{place}/properties/arguments"),
+        },
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that stands at this place of another: what it says of its own parts is still so."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value, place) for key, value in schema.items()}
+    own = schema.get("$ref")
+    if isinstance(own, str) and own.startswith("#"):
+        moved["$ref"] = place + own[1:]
+    return moved
