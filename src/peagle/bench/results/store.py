@@ -129,7 +129,7 @@ class Store:
         return self._files[name]
 
     def _refuse_others(self) -> None:
-        """A dataset has a manifest.json and a project may have runs/: neither is ours to replace."""
+        """A dataset has a manifest.json and a project may have runs/: neither is ours to touch."""
         manifest = self.folder / MANIFEST
         if manifest.exists():
             found = _read(manifest)
