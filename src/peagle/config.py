@@ -212,8 +212,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check the path") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text", hint="give a YAML file") from None
+    except yaml.YAMLError as error:
+        reason = getattr(error, "problem", None) or str(error)
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ConfigError(
+            f"{path} is not valid YAML: {place}{reason}", hint="correct that line"
+        ) from None
     if not isinstance(content, dict):
         raise ConfigError(
             f"{path} is not a mapping of keys to values", hint="write lines such as max-tokens: 64"

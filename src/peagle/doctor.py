@@ -124,7 +124,7 @@ def check_template_kwargs(
     prepared = made_by.get("chat_template_kwargs", {})
     differ = prepared != served and bool(tokenizer.chat_template)
     differ = differ and probe_prompts(tokenizer, prepared) != probe_prompts(tokenizer, served)
-    message = f"the data was prepared with {json.dumps(prepared)}, served is {json.dumps(served)}"
+    message = f"template variables: {json.dumps(prepared)} in the data, {json.dumps(served)} served"
     hint = "give --chat-template-kwargs as served, or prepare the data again with it"
     return graded("reasoning mode", message, warning=differ, hint=hint)
 
@@ -184,7 +184,7 @@ def _common_start(sequences: Sequence[Sequence[int]]) -> list[int]:
 
 def check_vocabulary(rows: Rows, vocab_size: int) -> Finding:
     largest = max(int(tokens.max()) for tokens, _ in rows)
-    message = f"the largest token id is {largest}, the target has {vocab_size}"
+    message = f"the largest token id is {largest}, the target's vocabulary has {vocab_size}"
     hint = "the data was made with another tokenizer: prepare it again"
     return graded("token ids", message, warning=False, error=largest >= vocab_size, hint=hint)
 

@@ -6,6 +6,7 @@ httpx is imported with the first client, because most commands never need one.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import ipaddress
 import json
@@ -259,3 +260,10 @@ def error_message(content: bytes) -> str:
         return str(document.get("error", document).get("message", document))[:200]
     except (ValueError, AttributeError):
         return content[:200].decode("utf-8", "replace")
+
+
+def cannot_listen(host: str | None, port: int, error: OSError) -> ConfigError:
+    """Why an address is not ours to answer at: the port is taken, or the host is not this one."""
+    is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+    hint = "stop what uses the port, or choose another with --port" if is_port else "check --host"
+    return ConfigError(f"cannot listen on {host or '*'}:{port}: {error.strerror}", hint=hint)

@@ -143,32 +143,37 @@ class SamplingParams:
 
 
 def _check_numbers(p: SamplingParams) -> None:
-    _require(p.n >= 1, "n", p.n, "at least 1")
+    _require(p.n >= 1, "n", p.n, "1 or more")
     _require(0.0 <= p.temperature <= LARGEST, "temperature", p.temperature, "0 or more")
     _require(p.top_k >= -1, "top_k", p.top_k, "0 or -1 for all tokens, or a positive count")
-    _require(SMALLEST <= p.top_p <= 1.0, "top_p", p.top_p, "in (0, 1]")
-    _require(0.0 <= p.min_p <= 1.0, "min_p", p.min_p, "in [0, 1]")
+    _require(SMALLEST <= p.top_p <= 1.0, "top_p", p.top_p, "a value in (0, 1]")
+    _require(0.0 <= p.min_p <= 1.0, "min_p", p.min_p, "a value in [0, 1]")
     _require(
         MIN_REPETITION_PENALTY <= p.repetition_penalty <= 2.0,
         "repetition_penalty",
         p.repetition_penalty,
-        f"in [{MIN_REPETITION_PENALTY}, 2]",
+        f"a value in [{MIN_REPETITION_PENALTY}, 2]",
     )
     for name, value in (
         ("presence_penalty", p.presence_penalty),
         ("frequency_penalty", p.frequency_penalty),
     ):
-        _require(-2.0 <= value <= 2.0, name, value, "in [-2, 2]")
+        _require(-2.0 <= value <= 2.0, name, value, "a value in [-2, 2]")
     _require(p.min_tokens >= 0, "min_tokens", p.min_tokens, "0 or more")
     if p.max_tokens is not None:
-        _require(p.max_tokens >= 1, "max_tokens", p.max_tokens, "at least 1")
+        _require(p.max_tokens >= 1, "max_tokens", p.max_tokens, "1 or more")
         if p.min_tokens > p.max_tokens:
             raise RequestError(
                 f"min_tokens={p.min_tokens} is more than max_tokens={p.max_tokens}",
                 hint="lower min_tokens or raise max_tokens",
             )
     if p.logprobs is not None:
-        _require(0 <= p.logprobs <= MAX_LOGPROBS, "logprobs", p.logprobs, f"in [0, {MAX_LOGPROBS}]")
+        _require(
+            0 <= p.logprobs <= MAX_LOGPROBS,
+            "logprobs",
+            p.logprobs,
+            f"a value in [0, {MAX_LOGPROBS}]",
+        )
     for name, count in (
         ("num_speculative_tokens", p.num_speculative_tokens),
         ("num_draft_nodes", p.num_draft_nodes),
@@ -238,4 +243,4 @@ def _check_choice(choice: Sequence[str]) -> None:
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
-        raise RequestError(f"{name}={value} is out of range", hint=f"use a value {allowed}")
+        raise RequestError(f"{name}={value} is out of range", hint=f"use {allowed}")

@@ -57,11 +57,12 @@ def test_limits_and_mistakes_are_one_line(
         (("--max-disk", "much"), "is not a size"),
         (("--max-disk", "9" * 400 + "T"), "is not a size"),
         (("--max-length", "0"), "--max-length 0 is out of range"),
-        (("--layer-ids", "2,99"), "are not all in 0..6"),
+        (("--layer-ids", "2,99"), "are not all the target's"),
         (("--layer-ids", "x"), "is not a list"),
     ):
         assert command("capture", data, "--model", model, "--out", str(tmp_path), *changes) == 2
         assert message in command.err
+        assert "hint: " in command.err
 
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")

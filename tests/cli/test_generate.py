@@ -111,6 +111,7 @@ def test_failures_alone_are_a_json_document_too(shell: Shell, tmp_path: Path) ->
     assert shell("generate", "m", "--prompts-file", str(file), "--json") == 2
     assert [e["where"] for e in shell.json["errors"]] == ["line 1"]
     assert shell.json["results"] == []
+    assert shell.json["model"] == "m"
 
 
 def test_what_is_finished_survives_ctrl_c(shell: Shell, tmp_path: Path) -> None:
@@ -199,5 +200,5 @@ def test_logprobs_of_impossible_tokens_are_still_json() -> None:
         [NamedPrompt("prompt 1", "Hi")], [RequestOutput("0", None, [1], [answer], True)], 1.0
     )
     llm = FakeLLM("m", EngineConfig(), None)
-    text = json.dumps(document(llm, run, []), allow_nan=False)
+    text = json.dumps(document("m", llm, run, []), allow_nan=False)
     assert json.loads(text)["results"][0]["outputs"][0]["logprobs"][0]["2"]["logprob"] == -9999.0

@@ -173,6 +173,15 @@ def test_a_file_that_no_verb_expected_to_fail_is_the_users_error(shell: Shell) -
         (["generate", "m", "--nothing-like-it"], "see peagle generate --help"),
         (["generate", "m", "-hello"], "write -- before a text that begins with a dash"),
         (["generate"], "see peagle generate --help"),
+        (["chat", "m", "--json"], "see peagle chat --help"),
+        (["export", "h", "o", "--to", "gguf"], "see peagle export --help"),
+        (["generate", "m", "--max-tokens", "9" * 20], "use fewer digits"),
+        (["generate", "m", "--temperature", "nan"], "use a finite number"),
+        (
+            ["generate", "m", "--speculative-config.foo", "1"],
+            "known: method, model, num_speculative_tokens, num_draft_nodes, speculation, "
+            "prompt_lookup_max, prompt_lookup_min, verification, parallel_drafting",
+        ),
         (["nothing"], "see peagle --help"),
     ],
 )
@@ -180,6 +189,8 @@ def test_usage_errors_have_the_same_form(shell: Shell, args: list[str], hint: st
     assert shell(*args) == 2
     error, last = shell.err.splitlines()
     assert error.startswith("error: ")
+    assert "Value error" not in error
+    assert "Possible options" not in error
     assert last == f"hint: {hint}"
 
 

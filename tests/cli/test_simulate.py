@@ -130,11 +130,14 @@ def test_a_users_error_is_one_line(shell: Shell, config: str, tmp_path: Path) ->
         ((*model, *rates, "--spec-tokens", "x"), "not a list of whole numbers"),
         ((*model, *rates, "--spec-tokens", "0"), "not a list of whole numbers"),
         ((*model, *rates, "--context", "0"), "out of range"),
-        ((*model, *rates, "--bandwidth-share", "2"), "is not a share"),
+        ((*model, *rates, "--bandwidth-share", "2"), "is out of range"),
         ((*model, *rates, "--step-overhead", "-1"), "--step-overhead -1.0 is out of range"),
         ((*model, *rates, "--draft-layers", "0"), "--draft-layers 0 is out of range"),
         ((*model, *rates, "--draft-vocab", "-1"), "--draft-vocab -1 is out of range"),
         ((*model, "--acceptance", "0.1,0.2"), "rises"),
+        ((*model, "--acceptance", "1.5,2"), "is out of range"),
+        ((*model, "--acceptance", str(tmp_path / "list.json")), "holds no acceptance figures"),
+        ((*model, "--acceptance", str(tmp_path)), "cannot read acceptance from"),
         ((*model, *rates, "--spec-tokens", "1", "--method", "magic"), "has no known sizes"),
         (("--model", config, "--gpu", "h900", *rates), "is not known"),
         (("--model", str(tmp_path / "no"), "--gpu", "h200", *rates), "cannot read"),
@@ -145,6 +148,8 @@ def test_a_users_error_is_one_line(shell: Shell, config: str, tmp_path: Path) ->
         assert shell("simulate", *arguments) == 2, arguments
         assert message in shell.err
         assert shell.err.count("error:") == 1
+        assert shell.err.count("hint:") == 1, arguments
+        assert "[Errno" not in shell.err
 
 
 def test_help_lists_the_assumptions(capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,7 +98,7 @@ def test_a_tree_is_advised_for_peagle_and_vllm_is_said_to_draft_none(
     assert "overall: p-eagle N=15 K=5" in shell.out
     assert "note: N is the number of nodes in a tree of drafts" in shell.out
     assert '"num_draft_nodes": 15' in shell.out
-    assert "vLLM:   drafts no trees" in shell.out
+    assert "vLLM:   does not draft trees" in shell.out
     assert "null" not in shell.out
 
 
@@ -131,7 +131,7 @@ def test_auto_is_advised_by_its_name(shell: Shell, tmp_path: Path) -> None:
     path = str(save_results(results, tmp_path))
     assert shell("tune", path) == 0
     assert "p-eagle auto" in shell.out
-    assert "measure with --speculation fixed for it" in shell.out
+    assert "measure again with --speculation fixed" in shell.out
     assert shell("tune", path, "--json") == 0
     config = shell.json["overall"]["speculative_config"]
     assert config == {"method": "p-eagle", "model": HEAD, "speculation": "auto"}

@@ -207,14 +207,15 @@ def test_flags_win_over_the_file(shell: Shell, file: Path) -> None:
         ("ignore-eos: 1", "ignore-eos=1 does not fit\nhint: use true or false"),
         ("system: {a: 1}", "does not fit"),
         ("- 1", "is not a mapping"),
-        ("a: [", "is not valid YAML"),
+        ("a: [", "is not valid YAML: line 1, column 5: expected"),
+        ("\udce9", "is not UTF-8 text"),
     ],
 )
 def test_a_wrong_file_is_one_line_and_a_hint(
     shell: Shell, tmp_path: Path, text: str, message: str
 ) -> None:
     file = tmp_path / "wrong.yaml"
-    file.write_text(text)
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
     assert shell("generate", "m", "Hi", "--config", str(file)) == 2
     assert message.replace("FILE", str(file)) in shell.err
     assert shell.err.count("\n") <= 2

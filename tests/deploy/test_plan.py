@@ -293,6 +293,8 @@ def test_method_and_k_follow_what_was_measured(shell: Any, tmp_path: Path) -> No
     variables = json.loads(out)["requests"]["model"]["PrimaryContainer"]["Environment"]
     assert "no speculation" in err
     assert "SM_VLLM_SPECULATIVE_CONFIG" not in variables
+    code, _, err = shell("plan", "org/m", "--region", "us-east-1", "--tuned-concurrency", "7")
+    assert (code, err.count("hint: add --tuned DIR")) == (2, 1)
     code, _, err = shell(*words, "--tuned-concurrency", "7")
     assert code == 2
     assert "has no load 7" in err

@@ -176,7 +176,7 @@ def test_making_a_decoder_leaves_the_heads_config_as_it_was() -> None:
     ("changes", "named"),
     [
         ({"method": "medusa"}, "medusa"),
-        ({"draft_vocab_size": 60}, "draft_vocab_size 60 exceeds vocab_size 59"),
+        ({"draft_vocab_size": 60}, "draft_vocab_size 60 exceeds the target's"),
         ({"num_speculative_tokens": 9}, "num_speculative_tokens 9"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens 0"),
         ({"num_hidden_layers": 0}, "num_hidden_layers 0"),

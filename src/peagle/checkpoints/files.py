@@ -46,7 +46,10 @@ def weight_files(folder: Path) -> dict[Path, list[str] | None]:
             f"{folder} has weights only as pickle files ({pickled[0]}), which can run code",
             hint="convert it to safetensors: transformers loads it and save_pretrained writes it",
         )
-    raise ModelError(f"{folder} has no weights: neither {WEIGHTS} nor {WEIGHTS_INDEX}")
+    raise ModelError(
+        f"{folder} has no weights: neither {WEIGHTS} nor {WEIGHTS_INDEX}",
+        hint="copy or download the folder again",
+    )
 
 
 def tensor_names(folder: Path) -> list[str]:

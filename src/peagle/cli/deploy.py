@@ -382,6 +382,8 @@ def _plans(
     from peagle.deploy.plan import make_plan
 
     asked, otps = drafter.given(), None
+    if load is not None and tuned is None:
+        raise ConfigError("--tuned-concurrency has no effect here", hint="add --tuned DIR")
     if tuned is not None:
         advice = _advice(tuned, load, model)
         asked, otps = _advised(advice) | asked, advice.best.otps.value

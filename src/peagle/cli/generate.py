@@ -119,7 +119,7 @@ def generate(
 
         # 3. Data to stdout, the rest to stderr.
         if as_json:
-            render.print_json(document(llm, run, failures))
+            render.print_json(document(model, llm, run, failures))
         elif not streaming:
             _print_texts(run, headers=len(good) * n > 1)
         if run.results:
@@ -217,10 +217,12 @@ def answer_streaming(llm: Backend, job: Job, params: SamplingParams) -> BatchRes
     return BatchResult([job.prompt], [result] if result else [], time.perf_counter() - start)
 
 
-def document(llm: Backend, run: BatchResult, failures: Sequence[Failure]) -> dict[str, Any]:
+def document(
+    model: str, llm: Backend, run: BatchResult, failures: Sequence[Failure]
+) -> dict[str, Any]:
     """The run as JSON."""
     return {
-        "model": str(llm.model_path),
+        "model": model,
         "method": llm.method,
         "num_speculative_tokens": llm.num_speculative_tokens,
         "results": [

@@ -43,6 +43,8 @@ def as_flags(text: str) -> str:
     """`max_model_len=9 is out of range` -> `--max-model-len 9 is out of range`: an error names
     options as Python has them, and whoever typed flags knows them by those."""
     flags = _typed.get(None) or {}
+    if text.startswith("known: "):
+        return text  # keys of a file or of a JSON option
     names = "|".join(sorted(flags, key=len, reverse=True))
 
     def flag(match: re.Match[str]) -> str:

@@ -73,6 +73,7 @@ def serve(
             raise ConfigError(
                 "--print-command and what follows after `--` are vLLM's", hint="add --backend vllm"
             )
+        _refuse_released_name(model)
         _serve_embedded(model, drafter, engine, server.config(host, port))
         return
     _refuse_embedded_flags(engine, server)
@@ -91,6 +92,17 @@ def serve(
         _print(command)
     else:
         _run(command, host, VLLM_PORT if port is None else port)
+
+
+def _refuse_released_name(model: str) -> None:
+    from peagle.backends.vllm.released import find_released
+
+    released = find_released(model)
+    if released is not None and not Path(model).exists():
+        raise ConfigError(
+            f"{model} is a name that only --backend vllm knows",
+            hint=f"add --backend vllm, or give the model's id: {released.target}",
+        )
 
 
 def _serve_embedded(

@@ -238,8 +238,8 @@ def _cost_notes(
     notes = [
         f"step times: computed, not measured, for {gpu.name}, {flags.dtype}",
         f"assumed: {a.bandwidth_share:.0%} of peak bandwidth for weights, {a.cache_share:.0%} for "
-        f"keys and values, {a.flops_share:.0%} of peak products, {a.kernel_overhead * 1e6:g} us "
-        f"more a kernel, {a.step_overhead * 1e6:g} us more a step",
+        f"keys and values, {a.flops_share:.0%} of peak FLOPS, {a.kernel_overhead * 1e6:g} us "
+        f"more per kernel, {a.step_overhead * 1e6:g} us more per step",
     ]
     full = [n for n in concurrencies if not costs.fits(n, context)]
     if full:
@@ -270,7 +270,8 @@ def _read_object(path: Path, hint: str) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {path}: {error}", hint=hint) from None
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read {path}: {reason}", hint=hint) from None
     if not isinstance(document, dict):
         raise DataError(f"{path} is not a JSON object", hint=hint)
     return document

@@ -179,7 +179,7 @@ def _config_lines(advice: Advice) -> list[str]:
     on_vllm = vllm_config(setting)
     if on_vllm is None:
         instead = "with --speculation fixed" if setting.is_auto else "without --spec-nodes"
-        return [*lines, f"vLLM:   drafts no trees; measure {instead} for it"]
+        return [*lines, f"vLLM:   does not draft trees; measure again {instead}"]
     lines.append(f"vLLM:   --speculative-config '{json.dumps(on_vllm)}'")
     return [*lines, f"note: {NATIVE_NOTE}"] if setting.head else lines
 

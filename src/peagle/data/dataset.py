@@ -28,6 +28,7 @@ from peagle.files import check_readable, refusal, write_atomic, write_json
 
 FORMAT = "peagle-dataset-1"
 MANIFEST = "manifest.json"
+PREPARE_HINT = "prepare it again, or give another --out of peagle prepare"
 
 
 @dataclass(frozen=True)
@@ -194,9 +195,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         reason, remedy = refusal(error)
         raise DataError(f"{path} cannot be read: {reason}", hint=remedy) from None
     except ValueError as error:
-        raise DataError(f"{path} is not valid JSON: {error}") from None
+        raise DataError(f"{path} is not valid JSON: {error}", hint=PREPARE_HINT) from None
     if manifest.get("format") != FORMAT:
-        raise DataError(f"{path} has format {manifest.get('format')!r}, not {FORMAT!r}")
+        raise DataError(
+            f"{path} has format {manifest.get('format')!r}, not {FORMAT!r}", hint=PREPARE_HINT
+        )
     return manifest
 
 
@@ -235,7 +238,9 @@ def _read_rows(folder: Path, name: str) -> list[dict[str, Any]]:
     try:
         rows: list[dict[str, Any]] = json.loads((folder / f"{name}.json").read_text())["rows"]
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{folder / name}.json cannot be read: {error}") from None
+        raise DataError(
+            f"{folder / name}.json cannot be read: {error}", hint=PREPARE_HINT
+        ) from None
     return rows
 
 
@@ -251,7 +256,7 @@ def _read_shard(folder: Path, entry: Mapping[str, Any]) -> dict[str, Tensor]:
         reason, remedy = refusal(error)
         raise DataError(f"{path} cannot be read: {reason}", hint=remedy) from None
     except SafetensorError as error:
-        raise DataError(f"{path} is damaged: {error}", hint="prepare it again") from None
+        raise DataError(f"{path} is damaged: {error}", hint=PREPARE_HINT) from None
     sizes = (len(tensors["offsets"]) - 1, len(tensors["token_ids"]), len(tensors["loss_mask"]))
     if sizes != (entry["rows"], entry["tokens"], entry["tokens"]):
         raise DataError(

@@ -316,8 +316,8 @@ def _autoscaling(config: DeployConfig) -> Autoscaling | None:
     low, high = (int(found[1]), int(found[2])) if found else (0, 0)
     if not 1 <= low <= config.instance_count <= high:
         raise ConfigError(
-            f"--autoscale {config.autoscale} is not a range from 1 that holds the "
-            f"{config.instance_count} instances to start with",
+            f"--autoscale {config.autoscale} is not MIN:MAX with --instance-count "
+            f"{config.instance_count} between them",
             hint="write --autoscale 1:4",
         )
     return Autoscaling(low, high, config.autoscale_target)

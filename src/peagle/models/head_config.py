@@ -94,12 +94,13 @@ class HeadConfig:
             raise HeadError("rope_parameters lacks rope_theta")
         if self.draft_vocab_size > self.vocab_size:
             raise HeadError(
-                f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {self.vocab_size}"
+                f"draft_vocab_size {self.draft_vocab_size} exceeds the target's vocabulary",
+                hint=f"use at most {self.vocab_size}",
             )
         if not 1 <= self.num_speculative_tokens <= self.max_speculative_tokens:
             raise HeadError(
-                f"num_speculative_tokens {self.num_speculative_tokens} is not within "
-                f"1..{self.max_speculative_tokens} (max_speculative_tokens)"
+                f"num_speculative_tokens {self.num_speculative_tokens} is out of range",
+                hint=f"use 1 to {self.max_speculative_tokens}, which is max_speculative_tokens",
             )
 
     @property

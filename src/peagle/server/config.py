@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,23 @@ def read_api_key(config: ServerConfig, variable: str | None) -> str | None:
         try:
             key = config.api_key_file.read_text(encoding="utf-8").partition("\n")[0].strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--api-key-file cannot be read: {error}") from None
+            raise _unreadable("--api-key-file", error) from None
     if key is not None and not (key and key.isascii() and key.isprintable()):
         raise ConfigError("the API key is empty or not printable ASCII", hint="choose another")
     return key
+
+
+def check_certificate(config: ServerConfig) -> None:
+    """Refuses before the model is loaded what the server would refuse after it."""
+    if config.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except OSError as error:  # an SSLError is one
+        raise _unreadable("--ssl-certfile and --ssl-keyfile", error) from None
+
+
+def _unreadable(flags: str, error: OSError | UnicodeDecodeError) -> ConfigError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return ConfigError(f"{flags}: cannot read: {reason}", hint="check the path and its contents")

@@ -31,9 +31,15 @@ from peagle.checkpoints.references import load_tokenizer, resolve_model
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.engine.detokenizer import decoder_of
 from peagle.errors import BackendError, ConfigError
+from peagle.http import cannot_listen
 from peagle.server.app import Service, make_app
 from peagle.server.async_llm import AsyncLLM, OpenAnswers
-from peagle.server.config import API_KEY_VARIABLE, ServerConfig, read_api_key
+from peagle.server.config import (
+    API_KEY_VARIABLE,
+    ServerConfig,
+    check_certificate,
+    read_api_key,
+)
 from peagle.server.engine_loop import engine_process
 from peagle.server.errors import ApiError
 from peagle.server.guards import JsonLines
@@ -60,6 +66,7 @@ def serve(
     """Serves until a signal comes; -> its number. Raises PeagleError where the engine fails."""
     # 1. What can be wrong without the model is reported before it is loaded.
     api_key = read_api_key(config, os.environ.get(API_KEY_VARIABLE))
+    check_certificate(config)
     listener = listen(config.host, config.port)
     if not config.is_loopback and api_key is None:
         note("warning: everybody who reaches this address may use it; --api-key-file sets a key")
@@ -410,10 +417,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}",
-            hint="stop what uses the port, or choose another with --port",
-        ) from None
+        raise cannot_listen(host, port, error) from None
     return listener
 
 

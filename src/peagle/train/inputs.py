@@ -9,7 +9,7 @@ from typing import Any
 
 from peagle.checkpoints.references import load_config, resolve_model, same_target
 from peagle.data.dataset import Dataset, check_tokens
-from peagle.errors import DataError
+from peagle.errors import ConfigError, DataError
 from peagle.models.config import DecoderConfig, head_rope
 from peagle.models.head_config import HeadConfig
 from peagle.train.head import head_config
@@ -60,6 +60,12 @@ def _warn(inputs: Inputs) -> None:
 
 def open_inputs(recipe: Recipe, sizes: DecoderConfig, rope: dict[str, Any]) -> Inputs:
     """Cheap, and finds most of what a user can have wrong."""
+    layers = recipe.head.aux_hidden_state_layer_ids or ()
+    if not all(layer <= sizes.num_hidden_layers for layer in layers):
+        raise ConfigError(
+            f"head.aux_hidden_state_layer_ids={list(layers)} is out of range",
+            hint=f"{recipe.target.model} has layers 0 to {sizes.num_hidden_layers}",
+        )
     head = head_config(recipe, sizes, rope)
     head.check_fits(sizes)
     longest = min(recipe.data.tokens_per_row, sizes.max_position_embeddings)

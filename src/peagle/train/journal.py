@@ -106,12 +106,12 @@ def scalars(line: dict[str, Any]) -> dict[str, float]:
 def describe(line: dict[str, Any]) -> str:
     """One line for the terminal."""
     if line["kind"] == "evaluate":
-        lengths = line["all"]["acceptance_length"]
+        lengths = " ".join(f"{x:.2f}" for x in line["all"]["acceptance_length"])
         return f"step {line['step']}: acceptance length by K {lengths}"
     accuracy = " ".join(f"{x:.2f}" for x in line["accuracy"])
     return (
         f"step {line['step']} ({line['done']:.0%}, {line['minutes']:.1f} min): "
-        f"loss {line['loss']:.4f}, by depth {accuracy}, "
+        f"loss {line['loss']:.4f}, accuracy by position {accuracy}, "
         f"{line['tokens_per_second']} tokens/s, waiting {line['waiting_share']:.1%}"
     )
 

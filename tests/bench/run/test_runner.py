@@ -276,6 +276,22 @@ def test_out_on_a_file_system_without_new_files_is_one_line(model: str, prompts:
         run_grid(model=model, workload=prompts, out="/proc/peagle")
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "runs/train/head.safetensors"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_of_something_else_is_left_as_it_is(
+    tmp_path: Path, name: str, overwrite: bool
+) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text('{"format": "peagle-dataset"}')
+    with (
+        pytest.raises(ConfigError, match="something other than results of peagle bench"),
+        Store(tmp_path).opened(overwrite=overwrite),
+    ):
+        pass
+    assert file.exists()
+
+
 def test_files_that_others_may_not_read_are_not_blamed_on_out(tmp_path: Path) -> None:
     with pytest.raises(PermissionError), Store(tmp_path).opened(overwrite=False):
         raise PermissionError("the model's weights")

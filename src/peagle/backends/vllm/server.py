@@ -9,7 +9,7 @@ from typing import IO
 
 from peagle.backends.vllm.log import last_words
 from peagle.errors import BackendError, ConfigError
-from peagle.http import is_healthy
+from peagle.http import cannot_listen, is_healthy
 from peagle.processes import ServerProcess, StopSignals, running
 
 POLL_SECONDS = 0.5
@@ -66,9 +66,6 @@ def check_port_is_free(host: str | None, port: int) -> None:
         try:
             trial.bind((host or "", port))
         except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host or '*'}:{port}: {error.strerror}",
-                hint="stop what uses the port, or choose another with --port",
-            ) from error
+            raise cannot_listen(host, port, error) from error
         except OverflowError:
             raise ConfigError(f"--port {port} is out of range", hint="use 1 to 65535") from None

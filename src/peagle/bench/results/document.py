@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 RESULTS = "results.json"
+BENCH_HINT = "give an --out of peagle bench"
 BUSY = 0.1  # share of the CPUs that others took, above which a speed is worth little
 
 _T = TypeVar("_T")
@@ -325,17 +326,15 @@ def load_results(path: Path) -> Results:
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(
-            f"no results at {path}: {error.strerror}", hint="give an --out of peagle bench"
-        ) from None
+        raise DataError(f"no results at {path}: {error.strerror}", hint=BENCH_HINT) from None
     except ValueError as error:
-        raise DataError(f"{file} is not valid JSON: {error}") from None
+        raise DataError(f"{file} is not valid JSON: {error}", hint=BENCH_HINT) from None
     return from_json(document, str(file))
 
 
 def from_json(document: Any, where: str) -> Results:
     if not isinstance(document, dict) or "manifest" not in document:
-        raise DataError(f"{where} is not a result of peagle bench")
+        raise DataError(f"{where} is not a result of peagle bench", hint=BENCH_HINT)
     if document.get("version") != FORMAT_VERSION:
         raise DataError(
             f"{where} has version {document.get('version')}, this peagle reads {FORMAT_VERSION}",

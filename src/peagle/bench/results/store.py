@@ -79,6 +79,7 @@ class Store:
         """Makes the folder and holds it alone."""
         with held_folder(self.folder):
             with writing(self.folder):
+                self._refuse_others()
                 if overwrite:
                     self._clear()
                 (self.folder / RUNS).mkdir(exist_ok=True)
@@ -127,6 +128,21 @@ class Store:
                 self._files[name] = decode(RunFile, _read(path), str(path))
         return self._files[name]
 
+    def _refuse_others(self) -> None:
+        """A dataset has a manifest.json and a project may have runs/: neither is ours to touch."""
+        manifest = self.folder / MANIFEST
+        if manifest.exists():
+            found = _read(manifest)
+            is_ours = isinstance(found, dict) and found.keys() >= {"provenance", "workloads"}
+        else:
+            runs = self.folder / RUNS
+            is_ours = not runs.is_dir() or not any(runs.iterdir())
+        if not is_ours:
+            raise ConfigError(
+                f"{self.folder} holds something other than results of peagle bench",
+                hint="give another --out",
+            )
+
     def _clear(self) -> None:
         """Removes what a grid wrote, and nothing else."""
         shutil.rmtree(self.folder / RUNS, ignore_errors=True)
@@ -157,7 +173,7 @@ def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {path}: {error}", hint="--overwrite starts anew") from None
+        raise DataError(f"cannot read {path}: {error}", hint="give another --out") from None
 
 
 def joined(before: Manifest, now: Manifest, folder: Path) -> Manifest:

@@ -16,6 +16,7 @@ from peagle.bench.simulate.step_costs import between
 from peagle.errors import ConfigError, DataError
 
 METHODS_IN_NAMES = ("p-eagle", "eagle3", "ngram")
+FILE_HINT = "give an --out of peagle bench, or a file of peagle evaluate --json"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ class Profile:
 def profile_of_rates(rates: Sequence[float]) -> Profile:
     """`rates` are per-position acceptance: shares of all steps, which never rise."""
     if any(not 0 <= rate <= 1 for rate in rates):
-        raise ConfigError(f"per-position acceptance {list(rates)} is not within 0 to 1")
+        raise ConfigError(
+            f"per-position acceptance {list(rates)} is out of range", hint="use shares in [0, 1]"
+        )
     if any(later > earlier + 1e-9 for earlier, later in pairwise(rates)):
         raise ConfigError(
             f"per-position acceptance {list(rates)} rises",
@@ -75,10 +78,11 @@ def read_profiles(text: str, methods: Sequence[str]) -> dict[str, Profile]:
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read acceptance from {file}: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read acceptance from {file}: {reason}", hint=FILE_HINT) from None
     found = _from_document(document, str(file))
     if not found:
-        raise DataError(f"{file} holds no acceptance figures")
+        raise DataError(f"{file} holds no acceptance figures", hint=FILE_HINT)
     return found
 
 

@@ -124,7 +124,9 @@ class Assumptions:
     def __post_init__(self) -> None:
         for name in ("bandwidth_share", "cache_share", "flops_share"):
             if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is not a share", hint="use 0 to 1")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is out of range", hint="use a share in (0, 1]"
+                )
         for name in ("kernel_overhead", "step_overhead"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}={getattr(self, name)} is out of range", hint="use >= 0")

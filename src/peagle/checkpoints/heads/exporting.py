@@ -103,7 +103,10 @@ def _mask_token(
     chosen = config.mask_token_id if asked is None else asked
     assert chosen is not None
     if not 0 <= chosen < config.vocab_size:
-        raise HeadError(f"the mask id {chosen} is not below the vocabulary of {config.vocab_size}")
+        raise HeadError(
+            f"the mask token id {chosen} is not in the vocabulary",
+            hint=f"use an id below {config.vocab_size}",
+        )
     return chosen
 
 

@@ -113,7 +113,8 @@ def check_numbers(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         too_large = isinstance(value, int) and abs(value) >= LARGEST_INT
         if too_large or (isinstance(value, float) and not math.isfinite(value)):
-            raise ConfigError(f"{_flag_name(name)} {value} is out of range", hint="use a number")
+            hint = "use fewer digits" if too_large else "use a finite number"
+            raise ConfigError(f"{_flag_name(name)} {value} is out of range", hint=hint)
 
 
 def _flag_name(key: str) -> str:

@@ -75,7 +75,10 @@ def plan_capture(
     sizes = DecoderConfig.from_transformers(load_config(folder))
     layers = aux_hidden_state_layers or default_aux_hidden_state_layers(sizes.num_hidden_layers)
     if not all(0 <= layer <= sizes.num_hidden_layers for layer in layers):
-        raise DataError(f"layers {list(layers)} are not all in 0..{sizes.num_hidden_layers}")
+        raise DataError(
+            f"layers {list(layers)} are not all the target's",
+            hint=f"use layer ids from 0 to {sizes.num_hidden_layers}",
+        )
     num_tokens = int(dataset.lengths.sum())
     num_bytes = states_bytes(num_tokens, sizes.hidden_size, len(layers))
     return CapturePlan(model, folder, config, layers, len(dataset), num_tokens, num_bytes, vllm)

@@ -279,7 +279,9 @@ def start(words: list[str], output: IO[str], plan: ServerPlan) -> GuardedProcess
         return GuardedProcess(words, output, variables=plan.variables(), folder=plan.root)
     except OSError as error:
         shutil.rmtree(plan.root, ignore_errors=True)
-        raise ModelError(f"cannot start {words[0]}: {error.strerror}") from None
+        raise ModelError(
+            f"cannot start {words[0]}: {error.strerror}", hint="is vLLM installed, and on PATH?"
+        ) from None
 
 
 def free_port() -> int:
