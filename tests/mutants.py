@@ -585,7 +585,9 @@ MUTANTS = (
     Mutant("engine/scheduler.py", "request.block_keys.clear()", "pass", AUTO),
     Mutant("engine/request.py", "0 if self.rests else", "", AUTO),
     Mutant("engine/scheduler.py", "and budget.rows_are_exact and", "and", AUTO),
-    Mutant("speculation/node_budget.py", "outcomes.paths[there]", "outcomes.paths", BUDGET),
+    Mutant(
+        "speculation/node_budget.py", "outcomes.num_drafts[there],", "outcomes.num_drafts,", BUDGET
+    ),
     Mutant("speculation/node_budget.py", "drafting_rows=drafting", "drafting_rows=0.0", BUDGET),
     Mutant("speculation/node_budget.py", "means[:, :drafted] +=", "means[:, :] +=", BUDGET),
     Mutant("speculation/node_budget.py", "min(int((values > 0).sum()),", "min(", BUDGET),

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.engine.engine import Engine, Speculation
+from peagle.engine.request import Request
 from peagle.engine.runner import Report, Runner
-from peagle.engine.scheduler import Schedule
+from peagle.engine.scheduler import Schedule, Slot
 from peagle.engine.step import StepShape
 from peagle.errors import ConfigError
 from peagle.models.drafter import Drafter, SequenceDraft
@@ -390,6 +391,24 @@ def test_requests_have_drafts_again_when_these_pay() -> None:
     naive.check(target(), requests, jobs)
     assert [r.num_preemptions for r in requests] == [0, 1, 1, 0]
     assert [r.stats.num_offered_tokens > 0 for r in requests] == [True, True, True, False]
+
+
+def test_a_request_that_has_come_back_rests_no_more() -> None:
+    [text, other] = prompts(2, seed=5)
+    job = Job(text, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    engine = resting_engine([0.5, 2.0, 0.5], block_size=4)
+    engines.run(engine, [Job(other, GREEDY)])  # the first never rests
+    starts, opened = list[int](), engine.scheduler._open
+
+    def watched(request: Request, limit: int, num_cached: int) -> Slot:
+        starts.append(num_cached)
+        return opened(request, limit, num_cached)
+
+    engine.scheduler._open = watched  # type: ignore[method-assign]
+    [request] = engines.run(engine, [job])
+    naive.check(target(), [request], [job])
+    assert (request.num_preemptions, request.rests) == (1, False)
+    assert starts == [0, 0]  # the drafter has not read what its own blocks hold
 
 
 def test_rows_of_requests_that_rest_are_not_taken_for_the_drafters() -> None:

@@ -26,6 +26,7 @@ from peagle.models.eagle import EagleNetwork
 from peagle.models.rollouts import rollout_rows
 from peagle.models.target import TargetModel
 from peagle.sampling_params import SamplingParams
+from peagle.speculation.node_budget import NodeBudget
 from peagle.speculation.noise import gumbel_noise
 from peagle.speculation.sampling import SamplingRows, filter_logits, sample
 from peagle.speculation.trees import BEAM
@@ -311,6 +312,10 @@ def test_trees_equal_those_of_a_beam_that_runs_every_path_by_itself(
     engine = engines.make_engine(
         target(), head_drafter(network), 3, static=static, auto=True, **options
     )
+    if isinstance(engine.budget, NodeBudget):  # all have drafts, as deep as can be
+        engine.budget._depth_cost = 0.0
+        engine.budget._share = lambda *_, **__: 1.0  # type: ignore[method-assign]
+        engine.budget.gain = lambda *_, **__: 2.0  # type: ignore[method-assign]
     state = engine.runner.models.state
     for n, job in enumerate(asked):
         engine.add_request(str(n), job.prompt, job.params)

@@ -14,7 +14,7 @@ from .running import RunningServer, running_server
 
 TOOLS_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }} answer with <tool_call>{% endif %}"
-    "{% if quiet %}quiet{% endif %}" + CHAT_TEMPLATE
+    "{% if quiet %}quiet{% endif %}{{ reasoning_effort or '' }}" + CHAT_TEMPLATE
 )
 
 

@@ -198,6 +198,16 @@ def test_tools_reach_the_template_and_templates_without_them_refuse(client: Open
         client.chat.completions.create(tool_choice="required", **keys)
 
 
+def test_the_reasoning_effort_reaches_the_template(client: OpenAI) -> None:
+    keys: Any = {"model": NAME, "max_tokens": 4, "messages": MESSAGES}
+    plain = client.chat.completions.create(**keys).usage.prompt_tokens
+    with_effort = client.chat.completions.create(reasoning_effort="high", **keys)
+    assert with_effort.usage.prompt_tokens > plain
+    by_variable = {"chat_template_kwargs": {"reasoning_effort": "high"}}
+    same = client.chat.completions.create(extra_body=by_variable, **keys)
+    assert same.usage.prompt_tokens == with_effort.usage.prompt_tokens
+
+
 def test_a_required_tool_is_called_with_arguments_of_its_schema(client: OpenAI) -> None:
     """The tiny model has never seen a tool: the form is all that makes it call one."""
     size = {"type": "integer", "minimum": 0, "maximum": 9}

@@ -209,9 +209,7 @@ async def chat_completions(
     if is_call or reads_tools or marked:
         tools = body.tools or () if reads_tools else ()
         new_reader = partial(ToolCallReader, form, tools, body.parallel_tool_calls is False)
-    prompt = await service.renderer.conversation(
-        body.messages, body.tools, body.chat_template_kwargs
-    )
+    prompt = await service.renderer.conversation(body.messages, body.tools, body.template_variables)
     writer = ChatWriter(
         f"chatcmpl-{request.state.request_id}",
         service.names[0],

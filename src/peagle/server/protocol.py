@@ -188,7 +188,14 @@ class ChatCompletionRequest(SamplingBody):
     tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = True
+    reasoning_effort: str | None = None  # a variable of the chat template, as GPT-OSS's has
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        effort = self.reasoning_effort
+        own = {} if effort is None else {"reasoning_effort": effort}
+        return own | (self.chat_template_kwargs or {})
 
 
 class TokenizeRequest(RequestBody):
