@@ -591,7 +591,7 @@ MUTANTS = (
     Mutant("speculation/node_budget.py", "drafting_rows=drafting", "drafting_rows=0.0", BUDGET),
     Mutant("speculation/node_budget.py", "means[:, :drafted] +=", "means[:, :] +=", BUDGET),
     Mutant("speculation/node_budget.py", "min(int((values > 0).sum()),", "min(", BUDGET),
-    Mutant("speculation/costs.py", "self.free_rows = self._first_guess *", "_ =", BUDGET),
+    Mutant("speculation/costs.py", "        self._guess_again()\n\n", "\n", BUDGET),
     Mutant("speculation/budget.py", "steps = batch - fewer", "steps = batch", BUDGET),
     Mutant("speculation/budget.py", "if n * batch <= rows]", "if n <= rows]", BUDGET),
     Mutant(

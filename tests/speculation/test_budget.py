@@ -462,6 +462,19 @@ def test_drafting_deep_stops_where_it_is_dear_and_is_looked_at_again() -> None:
     assert rate > 0.9 * world.best_rate()
 
 
+@pytest.mark.slow
+def test_trees_that_never_pay_are_given_up_and_taken_up_again_when_they_do() -> None:
+    world = Chains(0.2, 8.0, 0.3, 16)
+    world.run(400)
+    _, depths = world.run(400)
+    assert np.mean(np.array(depths) == 0) > 0.95
+    world.probability = 0.97
+    world.run(5000)  # few of them look at drafts
+    rate, depths = world.run(200)
+    assert np.mean(np.array(depths) == 0) < 0.1
+    assert rate > 0.9 * world.best_rate()
+
+
 def test_requests_without_drafts_tell_nothing_of_what_drafts_are_worth() -> None:
     world = Chains(0.8, 8.0, 0.1, 2)
     world.depth = 7
@@ -542,9 +555,10 @@ def test_a_load_that_was_never_seen_is_like_the_nearest() -> None:
         costs.observe(4, 4, 1.0)
         costs.observe(4, 32, 10.0)
     near, far = costs.estimate(4, np.array([32])), costs.estimate(16, np.array([64]))
-    free_rows = costs.free_rows
-    assert free_rows < 16  # rows turned out dear
-    assert far / near == pytest.approx((1 + 64 / free_rows) / (1 + 32 / free_rows), rel=0.01)
+    assert costs.free_rows(4) < 16  # rows turned out dear
+    assert costs.free_rows(16) == 32  # with more requests nothing is known
+    expected = (1 + 64 / 32) / (1 + 32 / costs.free_rows(4))
+    assert far / near == pytest.approx(expected, rel=0.01)
 
 
 @given(

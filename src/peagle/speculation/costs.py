@@ -33,7 +33,8 @@ class StepCosts:
     Learned from pairs of steps that ran one after the other: how fast the machine is changes, with
     its other users and with the length of contexts, but hardly from one step to the next. What was
     never seen is expected to compare with what was as `1 + rows / free_rows` does, where
-    `free_rows` is the number by which what was seen agrees best. More rows never cost less.
+    `free_rows` is the number by which what was seen with about as many requests agrees best. More
+    rows never cost less.
     """
 
     MEMORY = 20.0  # pairs that a step's cost remembers
@@ -45,10 +46,12 @@ class StepCosts:
     DOUBT = 0.05  # how much the first guess of `free_rows` weighs
 
     def __init__(self, free_rows: float) -> None:
-        self.free_rows = self._first_guess = free_rows
+        self._first_guess = free_rows
+        self._free_rows: dict[int, float] = {}  # by requests in powers of two
         self._places: dict[tuple[int, int, Kind], int] = {}
         self._points = np.zeros((0, 3))  # log requests, log rows, kind
         self._logs, self._weights = np.zeros(0), np.zeros(0)  # logarithm of time
+        self._log_guesses = np.zeros(0)  # the same as guessed
         self._last: tuple[int, float] | None = None  # place of the step before, and its logarithm
         self._num_steps = 0
 
@@ -74,35 +77,44 @@ class StepCosts:
 
     def estimate(self, batch: int, rows: Rows, kind: Kind = Kind.DRAFTS) -> Numbers:
         """In a unit of its own.  # rows [n], rising"""
-        guess = self._guess(rows, kind)
+        guess = self._guess(batch, rows, kind)
         if not self._places:
             return guess
         here = self._point(batch, rows, kind)
         distance = np.abs(here[:, None] - self._points) @ self.SCALES / self.REACH  # [n, points]
         nearest = distance.min(1, keepdims=True)  # of far ones, too, something counts
         weights = self._weights * np.exp(nearest - distance)
-        logs = self._logs - np.log(self._guess(np.exp(self._points[:, 1]), self._points[:, 2]))
-        logs = (weights * logs).sum(1) / weights.sum(1)
+        logs = (weights * (self._logs - self._log_guesses)).sum(1) / weights.sum(1)
         out: Numbers = np.maximum.accumulate(guess * np.exp(logs))
         return out
 
+    def free_rows(self, batch: float) -> float:
+        return self._free_rows.get(round(math.log2(batch)), self._first_guess)
+
     def _fit(self) -> None:
         """Steps of as many requests that draft, with different rows, say how much rows cost."""
-        with_drafts = self._points[:, 2] == Kind.DRAFTS
-        points, logs = self._points[with_drafts], self._logs[with_drafts]
-        weights = self._weights[with_drafts]
-        _, load = np.unique(points[:, 0], return_inverse=True)
+        loads = np.round(self._points[:, 0] / math.log(2)).astype(np.int64)
         factors = 2.0 ** np.arange(-4, 4.25, 0.25)  # [f]
-        guesses = np.log1p(np.exp(points[:, 1]) / (self._first_guess * factors[:, None]))
-        off_by = logs - guesses  # [f, points]
-        one_load = load == np.arange(load.max(initial=-1) + 1)[:, None]  # [loads, points]
-        means = (off_by * weights) @ one_load.T / (one_load @ weights)
-        spread = (weights * (off_by - means[:, load]) ** 2).sum(1)
-        best = (spread + self.DOUBT * np.log(factors) ** 2).argmin()
-        self.free_rows = self._first_guess * float(factors[best])
+        for load in set(loads.tolist()):
+            own = (loads == load) & (self._points[:, 2] == Kind.DRAFTS)
+            weights, rows = self._weights[own], np.exp(self._points[own, 1])
+            if len(rows) < 2:
+                continue
+            guesses = np.log1p(rows / (self._first_guess * factors[:, None]))
+            off_by = self._logs[own] - guesses  # [f, points]
+            off_by -= (off_by @ weights)[:, None] / weights.sum()
+            spread = off_by**2 @ weights + self.DOUBT * np.log(factors) ** 2
+            self._free_rows[load] = self._first_guess * float(factors[spread.argmin()])
+        self._guess_again()
 
-    def _guess(self, rows: float | Rows, kind: Kind | Numbers) -> Numbers:
-        return np.asarray(1.0 + np.asarray(rows) / self.free_rows) * OFF_SHARE**kind
+    def _guess_again(self) -> None:
+        batch, rows = np.exp(self._points[:, :2]).T
+        free_rows = np.array([self.free_rows(n) for n in batch.tolist()])
+        off = self._points[:, 2] * math.log(OFF_SHARE)
+        self._log_guesses = np.log1p(rows / free_rows) + off
+
+    def _guess(self, batch: int, rows: float | Rows, kind: Kind) -> Numbers:
+        return np.asarray(1.0 + np.asarray(rows) / self.free_rows(batch)) * OFF_SHARE**kind
 
     def _point(self, batch: int, rows: Rows, kind: Kind) -> Numbers:
         """[n] -> [n, 3]"""
@@ -118,6 +130,7 @@ class StepCosts:
             self._places[key] = len(self._places)
             self._points = np.vstack((self._points, self._point(batch, here, kind)))
             self._logs, self._weights = np.append(self._logs, expected), np.append(self._weights, 1)
+            self._guess_again()
         return self._places[key]
 
 

@@ -24,6 +24,7 @@ from peagle.speculation.budget import (
 from peagle.speculation.costs import Counts, Kind, Numbers
 
 TRIALS = (0.0, 0.5, 2.0)  # times as many drafts as seem best: what do rows cost?
+CLEAR_GAIN = 1.5  # of drafts, with which steps without are not tried
 NEAR = 0.7  # logarithms by which loads may differ whose gains are alike
 DEEPEST_EVERY, DEEPEST_STEPS = 64, 4  # now and then drafts are as deep as can be, for some steps
 
@@ -171,7 +172,8 @@ class NodeBudget(DraftBudget):
             return float(is_on)
         self._since_trial, self._tried[kind] = 0, tried + 1
         if is_on:
-            return TRIALS[tried % len(TRIALS)]
+            trial = TRIALS[tried % len(TRIALS)]
+            return trial if trial or self._gains.get(load, 1.0) < CLEAR_GAIN else 1.0
         self._probes = 1
         return 1.0
 
@@ -184,6 +186,9 @@ class NodeBudget(DraftBudget):
         return gain > (1.0 if self._is_on.get(load, True) else GAIN_TO_SWITCH)
 
     def _nearest_gain(self, load: Load) -> float | None:
+        if load in self._gains:
+            return self._gains[load]
+
         def distance(other: Load) -> float:
             return sum(abs(math.log(a / b)) for a, b in zip(load, other, strict=True))
 
@@ -207,15 +212,19 @@ class NodeBudget(DraftBudget):
             self._remember(load, float(rates.max() / without))
         if not share:
             return DraftChoice(np.zeros_like(most), 0, 0, np.zeros(batch))
-        count = min(round(int(rates.argmax()) * share), len(order))
+        count = round(int(rates.argmax()) * share)
+        if not self._is_on[load]:  # a look at drafts: each tree shows one
+            count = max(count, load.num_trees)
+        count = min(count, len(order))
         caps = np.bincount(order[:count] // size, minlength=batch)
         expected = np.where(np.arange(size) < caps[:, None], values, 0.0).sum(1)
         most_drafts = max(int(caps.max()), 1)
         return DraftChoice(caps, depth, most_drafts, expected, nodes, drafting_rows=drafting)
 
     def _remember(self, load: Load, gain: float) -> None:
-        before = self._gains.get(load, gain)
-        self._gains[load] = before + (gain - before) / 16
+        """Where there are no drafts, one step in hundreds tells anything."""
+        before, memory = self._gains.get(load, gain), 16 if self._is_on.get(load) else 2
+        self._gains[load] = before + (gain - before) / memory
 
     def _learn(self, choice: DraftChoice, outcomes: Outcomes) -> None:
         if choice.nodes is None:
