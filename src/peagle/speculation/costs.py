@@ -43,7 +43,7 @@ class StepCosts:
     RESOLUTION = 8  # classes of rows and of requests per doubling
     SCALES = np.array([1.0, 1.0, 10.0])  # one kind of step tells little of another
     FIT_EVERY = 16  # steps
-    DOUBT = 0.05  # how much the first guess of `free_rows` weighs
+    DOUBT = 1.0  # how much the first guess of `free_rows` weighs
 
     def __init__(self, free_rows: float) -> None:
         self._first_guess = free_rows

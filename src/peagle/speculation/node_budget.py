@@ -213,7 +213,7 @@ class NodeBudget(DraftBudget):
         if not share:
             return DraftChoice(np.zeros_like(most), 0, 0, np.zeros(batch))
         count = round(int(rates.argmax()) * share)
-        if not self._is_on[load]:  # a look at drafts: each tree shows one
+        if not self._is_on.get(load, True):  # a look at drafts: each tree shows one
             count = max(count, load.num_trees)
         count = min(count, len(order))
         caps = np.bincount(order[:count] // size, minlength=batch)
@@ -252,11 +252,13 @@ class NodeBudget(DraftBudget):
         return self._num_steps >= DEEPEST_EVERY - DEEPEST_STEPS
 
     def _best_depth(self, load: Load) -> int:
-        """A depth costs the drafter rows of each tree, whatever becomes of it."""
+        """A depth costs the drafter rows of each tree, whatever becomes of it. Of depths that are
+        about as good the deepest: then more is learned of them."""
         batch, num_trees = load
         if not (self._depth_cost and num_trees):
             return self.max_depth
         nodes, accepted = self.depths.values(num_trees)
         drafting = self._depth_cost * np.arange(self.max_depth)
         seconds = self.costs.estimate(batch, batch + num_trees * (nodes.cumsum() + drafting))
-        return int(((batch + num_trees * accepted.cumsum()) / seconds).argmax()) + 1
+        rates = (batch + num_trees * accepted.cumsum()) / seconds
+        return int(np.flatnonzero(rates * GAIN_TO_SWITCH >= rates.max())[-1]) + 1
