@@ -201,14 +201,13 @@ def _usage_error(error: TyperException) -> tuple[str, str]:
     if wrong["type"] in VALUE_ERRORS:
         fault = "is out of range" if wrong["type"] in RANGES else "does not fit"
         return f"{parameter.opts[0]} {wrong['input']} {fault}", f"use {expected_value(wrong)}"
+    if error.message.startswith("No such option: -") and "--" not in error.message:
+        return error.message, "write -- before a text that begins with a dash"
     context = getattr(error, "ctx", None)
+    hint = f"see {context.command_path if context else 'peagle'} --help"
     if error.message.startswith("No such option: "):  # format_message() adds guesses that are none
-        if "--" not in error.message:
-            return error.message, "write -- before a text that begins with a dash"
-        return error.message, f"see {context.command_path if context else 'peagle'} --help"
-    return error.format_message().replace(
-        "Value error, ", ""
-    ), f"see {context.command_path if context else 'peagle'} --help"
+        return error.message, hint
+    return error.format_message().replace("Value error, ", ""), hint
 
 
 def _nearest(error: TyperException) -> str | None:

@@ -33,7 +33,6 @@ CAPTURE_SECONDS = 0.1  # of a CUDA graph
 # While there are no drafts and no graph to look at them with: about the share of time that may go
 # into capturing one.
 PROBE_SHARE = 0.02
-DEEPEST_EVERY = 48  # steps between two looks at the deepest drafts
 # What is chosen from: few, for each has to be tried, and is a family of CUDA graphs.
 TREE_NUMBERS = (1, 3, 5, 7, 15, 31, 63)
 MOST_OF_MEAN = 4  # times as many nodes as the mean, for requests that are sure of theirs
